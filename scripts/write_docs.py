@@ -1,0 +1,68 @@
+"""Write docs/cli.md from the live --help of `dlmrt` and `orl`; with --check, fail when the file is stale.
+
+Source: ours; the habit is simonw/llm's docs/help.md.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+TARGET = ROOT / "docs" / "cli.md"
+WIDTH = 110
+HEAD = """# Command line
+
+This page is written by `make docs` from the programs' own help; do not edit it.
+
+Data goes to stdout; notices, statistics and errors go to stderr. An error is one line, `--debug` adds its traceback.
+Exit status: 0, 1 failure, 2 usage, 130 Ctrl-C. A model is the name of an embedded checkpoint, a folder in Hugging Face
+layout, or a hub id such as `org/name`. `dlmrt run` is `dlmrt generate`, `dlmrt doctor` is `dlmrt env`.
+
+`--decode-config` reads TOML, YAML or JSON with the long names of the decode options as keys (`max_denoising_steps`, or
+an alias); an option on the command line overrules the file. What neither gives comes from the checkpoint's
+generation_config.json, then from the commit rule's own defaults; `dlmrt show` prints the result.
+"""
+
+
+def page() -> str:
+    """The whole text of docs/cli.md."""
+    parts = [HEAD]
+    for program in ("dlmrt", "orl"):
+        top = _help(program)
+        parts.append(f"## {program}\n\n```text\n{top}```\n")
+        parts += [f"## {program} {verb}\n\n```text\n{_help(program, verb)}```\n" for verb in _verbs(top)]
+    return "\n".join(parts)
+
+
+def _help(*words: str) -> str:
+    environment = {**os.environ, "COLUMNS": str(WIDTH), "NO_COLOR": "1", "TERM": "dumb"}
+    command = [sys.executable, "-m", words[0], *words[1:], "--help"]
+    done = subprocess.run(command, env=environment, cwd=ROOT / "src", capture_output=True, text=True, check=True)
+    text = done.stdout.replace(f"python -m {words[0]}", words[0])
+    return "\n".join(line.rstrip() for line in text.strip("\n").splitlines()) + "\n"
+
+
+def _verbs(top: str) -> list[str]:
+    """Names under "Commands:"; continuation lines are indented further."""
+    return re.findall(r"^  ([a-z][a-z-]*)(?=  )", top.partition("Commands:")[2], flags=re.MULTILINE)
+
+
+def main() -> int:
+    """Write the page, or compare it; returns the exit status."""
+    text = page()
+    if "--check" not in sys.argv[1:]:
+        TARGET.parent.mkdir(exist_ok=True)
+        TARGET.write_text(text, encoding="utf-8")
+        return 0
+    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
+        print(f"error: {TARGET.relative_to(ROOT)} is stale; run make docs", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Checkpoints in Hugging Face layout: find (hub), read (load), write (save)."""

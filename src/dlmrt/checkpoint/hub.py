@@ -1,0 +1,77 @@
+"""From a model name to a folder: embedded checkpoint, folder on disk, or repository of the Hugging Face hub.
+
+The hub client is imported only when a hub id is resolved. Its cache and settings are the user's own (`HF_HOME`,
+`HF_HUB_OFFLINE`, `HF_TOKEN`): there is no second download folder. Only weights in safetensors, JSON, chat templates and
+tokenizer files at the top of the repository are fetched, so neither code nor pickles reach the disk.
+
+Source: ours; repository layout of the Hugging Face hub, huggingface_hub 2.4.0.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from dlmrt.errors import CheckpointError, ModelNotFoundError, UsageError, nearest
+
+EMBEDDED = Path(__file__).parents[1] / "embedded"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+
+
+def embedded_models() -> list[str]:
+    """Names of the checkpoints that ship inside the package, sorted."""
+    return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
+
+
+def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
+    """Folder of a checkpoint; a hub repository is downloaded unless the cache has it.
+
+    A string is an embedded name first, then a folder, then a hub id; "./name" is always a folder. `revision` is a
+    branch, tag or commit of a hub repository.
+
+    Raises:
+        ModelNotFoundError: nothing goes by that name.
+        CheckpointError: the hub could not be reached or refused access.
+        UsageError: `revision` is given for something that is not on the hub.
+    """
+    name = str(name_or_path)
+    folder = Path(name).expanduser()
+    if isinstance(name_or_path, str) and name in embedded_models():
+        folder = EMBEDDED / name
+    elif not folder.is_dir():
+        if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
+            raise _not_found(name, f"{name!r} is neither an embedded model nor a folder")
+        return _download(name, revision)
+    if revision is not None:
+        raise UsageError(f"revision {revision!r} applies to hub repositories, and {name!r} is {folder}; leave it out")
+    return folder
+
+
+def _not_found(name: str, what: str) -> ModelNotFoundError:
+    known = embedded_models()
+    hint = nearest(name, known) if known else ""
+    return ModelNotFoundError(
+        f"{what}{hint}; give a folder in Hugging Face layout or a hub id such as 'Qwen/Qwen3-0.6B'"
+    )
+
+
+def _download(repo_id: str, revision: str | None) -> Path:
+    from huggingface_hub import errors, snapshot_download
+
+    at = f" at revision {revision!r}" if revision else ""
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=["*/*"]))
+    except errors.GatedRepoError as error:
+        raise CheckpointError(f"{repo_id} is gated; accept its terms on the hub and set HF_TOKEN") from error
+    except errors.RepositoryNotFoundError as error:
+        raise _not_found(repo_id, f"{repo_id!r} is not a folder and the hub has no such (public) repository") from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFoundError(f"{repo_id} has no revision {revision!r}; name a branch, tag or commit") from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise CheckpointError(
+            f"{repo_id}{at} is not complete in the local cache and the hub was not reached; check the network and "
+            "HF_HUB_OFFLINE, or give a folder"
+        ) from error
+    except OSError as error:
+        raise CheckpointError(f"downloading {repo_id}{at} failed ({error}); try again, or give a folder") from error

@@ -1,0 +1,245 @@
+"""Options that verbs share: the model and how to run it, and one option per field of `DecodeConfig`.
+
+Decode options are made from the dataclass, so a new field becomes an option, a key of `--decode-config` and of `/set`
+by adding its line to `HELP`. `ALIASES` are the spellings of other engines; two spellings that disagree are refused.
+Ranges are checked where the settings are used (dlmrt.decode), types here.
+
+Left out on purpose: spellings whose meaning differs between engines or that name another quantity, e.g. a total
+number of steps. `confidence_threshold` is the commit threshold, as everywhere except in DiffusionGemma's
+`stopping_config`, where it is `stop_entropy`.
+
+Source: ours; aliases as read in SGLang 0.5.23, vLLM 0.33.0, lmdeploy 0.18.0, transformers 5.24.0, diffusers 0.42.1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import json
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from dlmrt.errors import UnknownOptionError, UsageError, nearest
+from dlmrt.types import DecodeConfig
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+HELP = {
+    "commit_rule": "How positions are decided: threshold, joint_threshold, entropy_bound or steps.",
+    "canvas_length": "Positions denoised together, where the checkpoint allows another length than its own.",
+    "threshold": "Commit a position when its confidence is above this; 0 to 1.",
+    "edit_threshold": "joint_threshold changes a committed position when the new confidence is above this; 0: always.",
+    "max_post_edit_steps": "Edit rounds after the last position of a block was decided.",
+    "min_commit": "Positions that a step commits at the least.",
+    "max_denoising_steps": "Denoising steps a block at the most.",
+    "entropy_bound": "Cumulative entropy that one step may accept, in nats.",
+    "t_min": "Temperature of entropy_bound at the last step.",
+    "t_max": "Temperature of entropy_bound at the first step.",
+    "stop_entropy": "Mean entropy below which a stable canvas ends, in nats.",
+    "stability_threshold": "Further equal argmax canvases before a canvas may end.",
+    "temperature": "0: argmax and one fixed noise stream, whatever the seed.",
+    "top_k": "Sample among the k most probable tokens; 0: all.",
+    "top_p": "Sample among the smallest set of tokens with this mass; 1: all.",
+    "min_p": "Sample among tokens with this share of the best probability; 0: all.",
+    "seed": "Seed of the request; absent: drawn and reported.",
+    "noise_seed": "Varies the random canvas at temperature 0.",
+    "max_tokens": "Tokens of the answer at the most, stop token included.",
+    "stop": "Text that ends the answer and is not shown; may be repeated.",
+    "stop_token_ids": "Token id that ends the answer; may be repeated.",
+    "ignore_eos": "Go on past the end-of-text tokens.",
+    "use_residual": "Feed each step's prediction into the next one, where the checkpoint can.",
+}
+ALIASES = {
+    "canvas_length": ("block_size", "block_length", "dllm_block_length"),
+    "threshold": ("confidence_threshold", "accept_threshold", "dynamic_threshold", "dllm_confidence_threshold"),
+    "edit_threshold": ("editing_threshold",),
+    "max_post_edit_steps": ("max_post_steps",),
+    "min_commit": ("num_to_transfer", "minimal_topk"),
+    "max_denoising_steps": (
+        "steps",
+        "denoising_steps",
+        "num_denoising_steps",
+        "num_inference_steps",
+        "dllm_denoising_steps",
+    ),
+    "entropy_bound": ("eb_threshold", "sampler_config.entropy_bound"),
+    "t_min": ("temperature_schedule.t_min",),
+    "t_max": ("temperature_schedule.t_max",),
+    "stop_entropy": ("stopping_config.confidence_threshold",),
+    "stability_threshold": ("stopping_config.stability_threshold",),
+    "max_tokens": ("max_new_tokens", "max_completion_tokens"),
+}
+_CANONICAL = {name: name for name in HELP} | {alias: name for name, known in ALIASES.items() for alias in known}
+_TYPES = typing.get_type_hints(DecodeConfig)
+
+ModelOption = Annotated[
+    str | None, typer.Option("--model", "--model-path", help="Model: name, folder or hub id; instead of MODEL.")
+]
+RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+ExecutorOption = Annotated[
+    str | None, typer.Option("--executor", help="Who runs the denoising loop. [default: DLMRT_EXECUTOR or auto]")
+]
+DtypeOption = Annotated[
+    str | None, typer.Option("--dtype", help="Compute type, e.g. float32. [default: DLMRT_DTYPE or auto]")
+]
+ThreadsOption = Annotated[
+    int | None, typer.Option("--num-threads", min=1, help="CPU threads. [default: DLMRT_NUM_THREADS or auto]")
+]
+DecodeFileOption = Annotated[
+    Path | None,
+    typer.Option("--decode-config", help="TOML, YAML or JSON file of decode settings; options overrule it."),
+]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notices on stderr.")]
+DebugOption = Annotated[bool, typer.Option("--debug", help="Log everything and show tracebacks.")]
+
+
+def with_decode_options(command: Command) -> Command:
+    """Add one option per field of `DecodeConfig` to `command`, which receives those given as the dict `decode`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for name, parameter in signature.parameters.items() if name != "decode"]
+    options = [_option(name) for name in HELP]
+
+    @functools.wraps(command)
+    def parsed(**values: Any) -> None:
+        given = {name: values.pop(name) for name in HELP}
+        command(**values, decode={name: _frozen(value) for name, value in given.items() if value is not None})
+
+    parsed.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
+    return typing.cast(Command, parsed)
+
+
+def _option(name: str) -> inspect.Parameter:
+    spellings = [name, *(alias for alias in ALIASES.get(name, ()) if "." not in alias)]
+    flags = [f"--{spelling.replace('_', '-')}" for spelling in spellings]
+    kind = _scalar_type(name)
+    if kind is bool:
+        flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
+    metavar = f"<{kind.__name__}>" if _is_tuple(name) else None
+    annotation = list[kind] if _is_tuple(name) else kind  # type: ignore[valid-type]
+    return inspect.Parameter(
+        name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[annotation | None, typer.Option(*flags, metavar=metavar, help=HELP[name])],
+    )
+
+
+def _is_tuple(name: str) -> bool:
+    return typing.get_origin(_TYPES[name]) is tuple
+
+
+def _scalar_type(name: str) -> type:
+    """The field's type without `None` and without the tuple around it."""
+    hint = _TYPES[name]
+    if isinstance(hint, types.UnionType):
+        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
+    return typing.cast(type, typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint)
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def read_decode_file(path: Path) -> dict[str, Any]:
+    """Settings of a TOML, YAML or JSON file under their canonical names.
+
+    Raises:
+        UsageError: the file cannot be read, or a value has a wrong type, or two spellings disagree.
+        UnknownOptionError: a key that no setting has.
+    """
+    if path.suffix not in _PARSERS:
+        raise UsageError(f"{path}: decode settings are read from .toml, .yaml or .json files; rename or convert it")
+    try:
+        raw = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror}); check the path of --decode-config") from error
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path} is not valid {path.suffix[1:].upper()} ({reason}); mend the file") from error
+    if not isinstance(raw, dict):
+        raise UsageError(f"{path} holds no keys; write e.g. 'threshold' and its value")
+    return canonical_settings(raw, source=str(path))
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml
+
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+
+
+_PARSERS: dict[str, Callable[[str], Any]] = {
+    ".json": json.loads,
+    ".toml": tomllib.loads,
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+}
+
+
+def canonical_settings(raw: Mapping[str, Any], *, source: str) -> dict[str, Any]:
+    """Map keys (aliases, nested sections) to field names of `DecodeConfig` and check the types of their values.
+
+    A value of None leaves the setting to the checkpoint. Raises as `read_decode_file`; `source` names the origin.
+    """
+    flat: dict[str, Any] = {}
+    for key, value in raw.items():
+        flat |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
+    settings: dict[str, Any] = {}
+    for key, value in flat.items():
+        name = _CANONICAL.get(key)
+        if name is None:
+            raise UnknownOptionError(f"{source}: unknown decode setting {key!r}{nearest(key, _CANONICAL)}")
+        if value is None:
+            continue
+        checked = _checked(name, value, f"{source}: {key}")
+        if settings.setdefault(name, checked) != checked:
+            raise UsageError(
+                f"{source}: {name} is given twice, {settings[name]!r} and {checked!r}; remove one spelling"
+            )
+    return settings
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    kind = _scalar_type(name)
+    if _is_tuple(name):
+        values = value if isinstance(value, list) else [value]
+        return tuple(_checked_scalar(kind, item, where) for item in values)
+    return _checked_scalar(kind, value, where)
+
+
+def _checked_scalar(kind: type, value: Any, where: str) -> Any:
+    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if type(value) is not kind:
+        raise UsageError(f"{where} is {value!r}; it must be {words[kind]}")
+    return value
+
+
+def decode_config(file: Path | None, given: Mapping[str, Any]) -> DecodeConfig:
+    """Settings of `file` with those `given` on the command line on top."""
+    return DecodeConfig(**{**(read_decode_file(file) if file else {}), **given})
+
+
+def changed_setting(config: DecodeConfig, key: str, text: str) -> DecodeConfig:
+    """`config` with the setting `key` read from `text` as JSON, or as plain text; "null" gives it back its default."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        value = text
+    name = _CANONICAL.get(key.replace("-", "_"), key)
+    if name in HELP and _scalar_type(name) is str and not isinstance(value, list | types.NoneType):
+        value = text
+    settings = canonical_settings({name: value}, source="/set")
+    default = {field.name: field.default for field in dataclasses.fields(DecodeConfig)}
+    return dataclasses.replace(config, **{name: settings.get(name, default[name])})

@@ -1,0 +1,258 @@
+// The head: logits of a tile of 128 ids stay in L1 while their statistics are taken, then the tiles are merged in order.
+//
+// Per (tile, row): maximum, first id that has it, sum of exp and of (x - max) exp. Sums of a tile are merged in tile order, so
+// the numbers of a row depend neither on the threads nor on the other rows. Lists of the best ids follow a total order
+// (logit down, id up) and Gumbel-max picks follow (score down, id up): they may be gathered in any grouping.
+//
+// Source: ours; Gumbel-max: Gumbel, "Statistical theory of extreme values" (1954); noise: see ../philox.hpp.
+#pragma once
+
+#include "../philox.hpp"
+
+namespace dlmrt::cpu {
+namespace {
+
+// id order of equal logits: lower first
+inline bool before(float x, int32_t x_id, float y, int32_t y_id) { return x > y || (x == y && x_id < y_id); }
+
+inline void insert(float* logits, int32_t* ids, float x, int32_t id) {
+  int p = kMaxTop;
+  for (; p > 0 && before(x, id, logits[p - 1], ids[p - 1]); p--)
+    if (p < kMaxTop) logits[p] = logits[p - 1], ids[p] = ids[p - 1];
+  if (p < kMaxTop) logits[p] = x, ids[p] = id;
+}
+
+struct HeadTile {
+  const HeadArgs& t;
+  int64_t tile;
+  float* logits;  // [rows][kHeadTile]
+
+  int64_t first_id() const { return tile * kHeadTile; }
+  int64_t width() const { return t.weight.n - first_id() < kHeadTile ? t.weight.n - first_id() : kHeadTile; }
+  int64_t cell(int64_t m) const { return tile * t.partials.row_stride + m; }
+
+  // soft cap, temperature, banned ids; lanes past the vocabulary read as banned
+  void transform(float* x) const {
+    const F32 cap = splat(t.softcap), inverse_cap = splat(t.softcap > 0 ? 1.f / t.softcap : 0.f);
+    const F32 temperature = splat(t.temperature ? *t.temperature : 1.f);
+    for (int64_t k = 0; k < kHeadTile; k += 16) {
+      const int64_t left = width() - k;
+      if (left <= 0) {
+        store(x + k, splat(kBannedLogit));
+        continue;
+      }
+      F32 v = load(x + k);
+      if (t.softcap > 0) v = mul(cap, tanh(mul(v, inverse_cap)));
+      if (t.temperature) v = div(v, temperature);
+      v = keep_first(v, tail16(left), kBannedLogit);
+      if (t.banned) {
+        const unsigned word = t.banned[(first_id() + k) / 32] >> ((first_id() + k) % 32) & 0xffff;
+        if (word) v = select(word, splat(kBannedLogit), v);
+      }
+      store(x + k, v);
+    }
+  }
+
+  void statistics(int64_t m, const float* x) const {
+    const HeadPartials& p = t.partials;
+    F32 top = load(x);
+    for (int64_t k = 16; k < width(); k += 16) top = max(top, load(x + k));
+    const float best = reduce_max(top);
+    const F32 shift = splat(best), floor = splat(-87.f);
+    F32 sum = splat(0.f), weighted = splat(0.f);
+    int32_t where = -1;
+    for (int64_t k = 0; k < width(); k += 16) {
+      const F32 v = load(x + k), d = max(floor, sub(v, shift));
+      const F32 e = keep_first(exp(d), tail16(width() - k), 0.f);
+      sum = add(sum, e);
+      weighted = fma(d, e, weighted);
+      const unsigned equal = equal_mask(v, shift);
+      if (where < 0 && equal) where = static_cast<int32_t>(first_id() + k) + __builtin_ctz(equal);
+    }
+    const int64_t at = cell(m);
+    p.max[at] = best;
+    p.sum[at] = reduce_add(sum);
+    p.weighted[at] = reduce_add(weighted);
+    p.argmax[at] = where < 0 ? static_cast<int32_t>(first_id()) : where;
+  }
+
+  // adds this tile to the list of the call that began at tile `slot`
+  void list_best(int64_t m, const float* x, int64_t slot) const {
+    const int64_t at = (slot * t.partials.row_stride + m) * kMaxTop;
+    float* best = t.partials.top_logit + at;
+    int32_t* ids = t.partials.top_id + at;
+    if (tile == slot)
+      for (int i = 0; i < kMaxTop; i++) best[i] = -__builtin_inff(), ids[i] = -1;
+    if (!(t.partials.max[cell(m)] >= best[kMaxTop - 1])) return;
+    for (int64_t k = 0; k < width(); k += 16)
+      for (unsigned mask = greater_equal_mask(load(x + k), splat(best[kMaxTop - 1])); mask; mask &= mask - 1) {
+        const int64_t i = k + __builtin_ctz(mask);
+        if (i < width()) insert(best, ids, x[i], static_cast<int32_t>(first_id() + i));
+      }
+  }
+
+  // `reach` is the best score of the row so far in this call; noise that cannot beat it is not computed
+  void sample(int64_t m, const float* x, float& reach) const {
+    const HeadPartials& p = t.partials;
+    float best = -__builtin_inff(), logit = 0.f;
+    int32_t id = static_cast<int32_t>(first_id());
+    for (int64_t k0 = 0; k0 < width(); k0 += kNoiseIds) {
+      const float bar = reach > best ? reach : best;
+      F32 top = load(x + k0);
+      for (int64_t k = k0 + 16; k < k0 + kNoiseIds; k += 16) top = max(top, load(x + k));
+      if (!(reduce_max(top) + kLargestGumbel >= bar)) continue;
+      uint32_t words[kNoiseIds];
+      noise_words(t.gumbel[m], static_cast<uint32_t>(first_id() + k0), words);
+      for (int64_t k = k0; k < k0 + kNoiseIds; k += 16) {
+        alignas(64) float uniform[16], score[16];
+        for (int i = 0; i < 16; i++) uniform[i] = uniform_of(words[k - k0 + i]);
+        store(score, add(load(x + k), gumbel(load(uniform))));
+        for (int i = 0; i < 16; i++)
+          if (score[i] > best) best = score[i], logit = x[k + i], id = static_cast<int32_t>(first_id() + k + i);
+      }
+    }
+    p.sample_score[cell(m)] = best;
+    p.sample_logit[cell(m)] = logit;
+    p.sample_id[cell(m)] = id;
+    if (best > reach) reach = best;
+  }
+};
+
+void head_stats(const HeadArgs& t, Range tiles, void* scratch) {
+  float* logits = static_cast<float*>(scratch);
+  uint8_t* rest = static_cast<uint8_t*>(scratch) + round_up(t.rows * kHeadTile * int64_t{sizeof(float)}, 64);
+  float* reach = reinterpret_cast<float*>(rest + weight_scratch_bytes(t.weight));
+  for (int64_t m = 0; m < t.rows; m++) reach[m] = -__builtin_inff();
+  const LinearArgs product{t.weight, t.input, t.rows, nullptr, kHeadTile, 0};
+  const int64_t panels = num_panels(t.weight.n), per_tile = kHeadTile / kPanel;
+  const bool plain = t.softcap <= 0 && !t.temperature && !t.banned;
+  for (int64_t i = tiles.begin; i < tiles.end; i++) {
+    const HeadTile tile{t, i, logits};
+    const int64_t end = (i + 1) * per_tile < panels ? (i + 1) * per_tile : panels;
+    multiply_panels(product, {i * per_tile, end}, logits, rest);
+    for (int64_t m = 0; m < t.rows; m++) {
+      float* x = logits + m * kHeadTile;
+      if (!plain || tile.width() < kHeadTile) tile.transform(x);
+      if (t.logits) __builtin_memcpy(t.logits + m * t.ld_logits + tile.first_id(), x, static_cast<size_t>(tile.width()) * sizeof(float));
+      tile.statistics(m, x);
+      if (t.partials.top_slot) tile.list_best(m, x, tiles.begin);
+      if (t.gumbel) tile.sample(m, x, reach[m]);
+    }
+    if (t.partials.top_slot) t.partials.top_slot[i] = static_cast<int32_t>(tiles.begin);
+  }
+}
+
+// Sixteen rows: the largest value and its id over all tiles, first tile among equals.
+struct Best {
+  F32 value;
+  I32 id;
+};
+inline Best best_of_tiles(const float* values, const int32_t* ids, int64_t tiles, int64_t stride) {
+  Best b{load(values), load(ids)};
+  for (int64_t i = 1; i < tiles; i++) {
+    const F32 v = load(values + i * stride);
+    const unsigned up = greater_mask(v, b.value);
+    b.value = select(up, v, b.value);
+    b.id = select(up, load(ids + i * stride), b.id);
+  }
+  return b;
+}
+
+void merge_top(const HeadMergeArgs& t, int64_t m) {
+  const HeadPartials& p = t.partials;
+  float* best = t.top_logit + m * kMaxTop;
+  int32_t* ids = t.top_id + m * kMaxTop;
+  for (int i = 0; i < kMaxTop; i++) best[i] = -__builtin_inff(), ids[i] = -1;
+  for (int64_t tile = 0; tile < head_tiles(t.vocab); tile++) {
+    if (p.top_slot[tile] != tile) continue;
+    const int64_t at = (tile * p.row_stride + m) * kMaxTop;
+    for (int i = 0; i < kMaxTop && p.top_id[at + i] >= 0; i++) insert(best, ids, p.top_logit[at + i], p.top_id[at + i]);
+  }
+}
+
+void merge_group(const HeadMergeArgs& t, int64_t m0) {
+  const HeadPartials& p = t.partials;
+  const int64_t tiles = head_tiles(t.vocab), n = p.row_stride;
+  const int left = tail16(t.rows - m0);
+  const Best top = best_of_tiles(p.max + m0, p.argmax + m0, tiles, n);
+  F32 z = splat(0.f), weighted = splat(0.f);
+  for (int64_t i = 0; i < tiles; i++) {
+    const F32 d = max(splat(-87.f), sub(load(p.max + i * n + m0), top.value)), f = exp(d), s = load(p.sum + i * n + m0);
+    z = fma(f, s, z);
+    weighted = fma(f, fma(d, s, load(p.weighted + i * n + m0)), weighted);
+  }
+  const F32 log_z = log(z);
+  store_n(t.max_logit + m0, top.value, left);
+  store_n(t.log_sum_exp + m0, add(top.value, log_z), left);
+  store_n(t.entropy + m0, max(splat(0.f), sub(log_z, div(weighted, z))), left);
+  store_n(reinterpret_cast<float*>(t.argmax) + m0, from_bits(top.id), left);
+  if (t.sample_id) {
+    const Best pick = best_of_tiles(p.sample_score + m0, p.sample_id + m0, tiles, n);
+    const Best logit = best_of_tiles(p.sample_score + m0, reinterpret_cast<const int32_t*>(p.sample_logit) + m0, tiles, n);
+    store_n(reinterpret_cast<float*>(t.sample_id) + m0, from_bits(pick.id), left);
+    store_n(t.sample_logit + m0, from_bits(logit.id), left);
+  }
+  if (t.top_id)
+    for (int64_t m = m0; m < m0 + left; m++) merge_top(t, m);
+}
+void head_merge(const HeadMergeArgs& t, Range row_groups) {
+  for (int64_t g = row_groups.begin; g < row_groups.end; g++) merge_group(t, g * 16);
+}
+
+// ---- soft embedding
+void probabilities(const ProbabilitiesArgs& t, Range tiles) {
+  const int64_t vocab = t.out.width, end = tiles.end * kHeadTile < padded_width(vocab) ? tiles.end * kHeadTile : padded_width(vocab);
+  for (int64_t m = 0; m < t.rows; m++) {
+    const CellWriter out = writer(t.out, m);
+    const F32 shift = splat(t.log_sum_exp[m]);
+    for (int64_t k = tiles.begin * kHeadTile; k < end; k += 16)
+      out.write(k, keep_first(exp(sub(load_upto16(t.logits + m * t.ld + k, vocab - k), shift)), tail16(vocab - k), 0.f));
+  }
+}
+
+// Steps of a row-major table as the panel vectors of a product; `left` columns exist.
+template <class D>
+inline typename D::B load_table(const void* table, int64_t vocab, int64_t width, int64_t step, int64_t n, int64_t left) {
+  if constexpr (kSame<D, DotF32>) {
+    const float* p = static_cast<const float*>(table) + step * width + n;
+    alignas(64) float tail[16] = {};
+    if (left < 16) __builtin_memcpy(tail, p, static_cast<size_t>(left) * sizeof(float));
+    return D::load_b(reinterpret_cast<const uint8_t*>(left < 16 ? tail : p));
+  } else {
+    const uint16_t* even = static_cast<const uint16_t*>(table) + 2 * step * width + n;
+    const bool has_odd = 2 * step + 1 < vocab;
+    alignas(64) uint16_t tail[32] = {};
+    if (left >= 16 && has_odd) return D::load_rows(even, even + width);
+    const size_t bytes = static_cast<size_t>(left < 16 ? left : 16) * 2;
+    __builtin_memcpy(tail, even, bytes);
+    if (has_odd) __builtin_memcpy(tail + 16, even + width, bytes);
+    return D::load_rows(tail, tail + 16);
+  }
+}
+template <class D, int MR, int NV>
+__attribute__((noinline)) void soft_tile(const SoftEmbeddingArgs& t, int64_t row, int64_t panel) {
+  const int64_t vocab = t.probabilities.width, g = values_per_cell(t.probabilities.dtype), n = panel * kPanel;
+  typename D::Acc acc[MR][NV];
+  clear<D>(acc);
+  const uint8_t* a = operand_row(t.probabilities.cells, t.probabilities.dtype, vocab, row);
+  multiply<D>(a, ceil_div(vocab, g), [&](int j, int64_t s) { return load_table<D>(t.table, vocab, t.width, s, n + j * kPanel, t.width - n - j * kPanel); }, acc);
+  for (int i = 0; i < MR; i++)
+    for (int j = 0; j < NV; j++)
+      emit(t.out + (row + i) * t.width + n + j * kPanel, mul(acc[i][j], splat(t.scale)), t.width - n - j * kPanel, false);
+}
+template <class D>
+void soft_panels(const SoftEmbeddingArgs& t, Range panels) {
+  for (int64_t m = 0; m < t.rows; m += kRowGroup)
+    row_pieces(rows_in_group(t.rows, m), [&](auto rows, int r) {
+      constexpr int MR = decltype(rows)::value, NV = max_panels(MR) >= 2 ? 2 : 1;
+      int64_t p = panels.begin;
+      for (; p + NV <= panels.end; p += NV) soft_tile<D, MR, NV>(t, m + r, p);
+      for (; p < panels.end; p++) soft_tile<D, MR, 1>(t, m + r, p);
+    });
+}
+void soft_embedding(const SoftEmbeddingArgs& t, Range panels) {
+  t.probabilities.dtype == DType::kF32 ? soft_panels<DotF32>(t, panels) : soft_panels<DotBF16>(t, panels);
+}
+
+}  // namespace
+}  // namespace dlmrt::cpu

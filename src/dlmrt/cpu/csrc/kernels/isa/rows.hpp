@@ -1,0 +1,181 @@
+// Row-wise kernels: norm, quantise, SwiGLU, scaled add, embedding rows, q/k norm with rotary phases and the KV store.
+//
+// A row is the unit, and its sums run over sixteen virtual lanes in ascending order, so no row sees another one. Operands
+// are written as cells directly: a product never waits for a separate packing pass.
+//
+// Source: ours; the operations are those of dlmrt/ops/eager.py.
+#pragma once
+
+namespace dlmrt::cpu {
+namespace {
+
+// Writes value(k) for k = 0, 16, ... as row `row` of o, lanes past the width as zeros. Called twice per k for int8.
+template <class Value>
+inline void write_operand_row(const Operand& o, int64_t row, Value value) {
+  CellWriter w = writer(o, row);
+  if (o.dtype == DType::kInt8) {
+    MagnitudeMax top;
+    for (int64_t k = 0; k < o.width; k += 16) top.see(value(k));
+    o.scales[row] = top.scale();
+    w.inverse_scale = splat(1.f / o.scales[row]);
+  }
+  for (int64_t k = 0; k < o.width; k += 16) w.write(k, value(k));
+}
+
+void quantize_rows(const QuantizeArgs& t, Range rows) {
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    const float* x = t.x + m * t.ld;
+    write_operand_row(t.out, m, [&](int64_t k) { return load_upto16(x + k, t.out.width - k); });
+  }
+}
+
+void silu_mul(const SiluMulArgs& t, Range rows) {
+  const int64_t n = t.out.width;
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    float* gate = t.gate + m * t.ld;
+    const float* up = t.up + m * t.ld;
+    for (int64_t k = 0; k < n; k += 16)
+      store_upto16(gate + k, mul(silu(load_upto16(gate + k, n - k)), load_upto16(up + k, n - k)), n - k);
+    write_operand_row(t.out, m, [&](int64_t k) { return load_upto16(gate + k, n - k); });
+  }
+}
+
+inline float inverse_rms(F32 sum_of_squares, int64_t n, float eps) {
+  return 1.f / __builtin_sqrtf(reduce_add(sum_of_squares) / static_cast<float>(n) + eps);
+}
+
+void rms_norm(const RmsNormArgs& t, Range rows) {
+  const int64_t n = t.width;
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    float* x = t.x + m * n;
+    F32 squares = splat(0.f);
+    for (int64_t k = 0; k < n; k += 16) {
+      F32 v = load_upto16(x + k, n - k);
+      if (t.delta) {
+        v = add(v, load_upto16(t.delta + m * n + k, n - k));
+        store_upto16(x + k, v, n - k);
+      }
+      squares = fma(v, v, squares);
+    }
+    const F32 r = splat(inverse_rms(squares, n, t.eps));
+    const auto value = [&](int64_t k) { return mul(mul(load_upto16(x + k, n - k), r), load_upto16(t.weight + k, n - k)); };
+    if (t.out_rows)
+      for (int64_t k = 0; k < n; k += 16) store_upto16(t.out_rows + m * n + k, value(k), n - k);
+    if (t.out.cells) write_operand_row(t.out, m, value);
+  }
+}
+
+void scaled_add(const ScaledAddArgs& t, Range rows) {
+  const F32 alpha = splat(t.alpha);
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    if (t.where && !t.where[m]) continue;
+    for (int64_t k = 0; k < t.width; k += 16) {
+      float* x = t.x + m * t.width + k;
+      const F32 d = load_upto16(t.delta + m * t.width + k, t.width - k);
+      store_upto16(x, fma(alpha, d, load_upto16(x, t.width - k)), t.width - k);
+    }
+  }
+}
+
+void embed(const EmbedArgs& t, Range rows) {
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    float* out = t.out + m * t.width;
+    const int64_t first = t.ids[m] * t.width;
+    if (t.dtype == DType::kF32) {
+      __builtin_memcpy(out, static_cast<const float*>(t.table) + first, static_cast<size_t>(t.width) * sizeof(float));
+      continue;
+    }
+    const uint16_t* row = static_cast<const uint16_t*>(t.table) + first;
+    for (int64_t k = 0; k < t.width; k += 16)
+      store_upto16(out + k, t.width - k >= 16 ? load_bf16(row + k) : load_bf16_n(row + k, tail16(t.width - k)), t.width - k);
+  }
+}
+
+// ---- KV cache addressing
+inline uint8_t* kv_plane(const KvCache& c, int64_t position, int64_t head, bool values) {
+  const int64_t page = c.page_table ? c.page_table[position / c.page_size] : position / c.page_size;
+  return static_cast<uint8_t*>(c.pages) + page * kv_page_bytes(c) + (2 * head + values) * kv_plane_bytes(c);
+}
+struct HeadRow {  // one head of one row, padded to 16 with zeros
+  alignas(64) float v[kMaxHeadDim];
+
+  void load_from(const float* x, int64_t n) {
+    for (int64_t k = 0; k < n; k += 16) store(v + k, load_upto16(x + k, n - k));
+  }
+  void norm(const float* weight, int64_t n, float eps) {
+    F32 squares = splat(0.f);
+    for (int64_t k = 0; k < n; k += 16) squares = fma(load(v + k), load(v + k), squares);
+    const F32 r = splat(inverse_rms(squares, n, eps));
+    for (int64_t k = 0; k < n; k += 16) store(v + k, mul(mul(load(v + k), r), load_upto16(weight + k, n - k)));
+  }
+  // pairs (i, i + half)
+  void rotate(const float* cos, const float* sin, int64_t half) {
+    for (int64_t k = 0; k < half; k += 16) {
+      const int64_t left = half - k;
+      const F32 a = load_upto16(v + k, left), b = load_upto16(v + half + k, left), c = load_upto16(cos + k, left), s = load_upto16(sin + k, left);
+      store_upto16(v + k, sub(mul(a, c), mul(b, s)), left);
+      store_upto16(v + half + k, add(mul(b, c), mul(a, s)), left);
+    }
+  }
+  // As keys: position `slot` is a column of a panel, the head's width its k.
+  void store_keys(uint8_t* plane, DType t, int64_t n, int64_t slot) const {
+    const int64_t steps = steps_of(t, n);
+    uint8_t* out = plane + slot / kPanel * steps * kStepBytes + slot % kPanel * kCellBytes;
+    alignas(64) uint8_t cells[kMaxHeadDim * sizeof(float)];
+    encode(cells, t, n);
+    for (int64_t s = 0; s < steps; s++) __builtin_memcpy(out + s * kStepBytes, cells + s * kCellBytes, kCellBytes);
+  }
+  // As values: the head's width runs over columns, `slot` is a k.
+  void store_values(uint8_t* plane, DType t, int64_t n, int64_t slot, int64_t page_size) const {
+    const int64_t g = values_per_cell(t), size = kCellBytes / g, stride = page_size / g * kStepBytes;
+    uint8_t* out = plane + slot / g * kStepBytes + slot % g * size;
+    alignas(64) uint8_t cells[kMaxHeadDim * sizeof(float)];
+    encode(cells, t, n);
+    for (int64_t k = 0; k < n; k++) {
+      uint8_t* at = out + k / kPanel * stride + k % kPanel * kCellBytes;
+      if (g == 1) __builtin_memcpy(at, cells + k * 4, 4);
+      else __builtin_memcpy(at, cells + k * 2, 2);
+    }
+  }
+
+ private:
+  void encode(uint8_t* out, DType t, int64_t n) const {
+    for (int64_t k = 0; k < n; k += 16) {
+      if (t == DType::kF32) store(reinterpret_cast<float*>(out) + k, load(v + k));
+      else store_low16(reinterpret_cast<uint16_t*>(out) + k, to_bf16(load(v + k)));
+    }
+  }
+};
+
+void qk_norm_rope_store(const QkvArgs& t, Range rows) {
+  const KvCache& c = t.cache;
+  const int64_t n = c.head_dim, half = t.rotary_dim / 2, group = t.num_heads / c.num_kv_heads;
+  const int64_t group_bytes = operand_bytes(c.dtype, t.rows * group, n);
+  const F32 scale = splat(1.f / __builtin_sqrtf(static_cast<float>(n)));
+  HeadRow head;
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    const float* x = t.qkv + m * t.ld;
+    const int64_t position = t.positions[m], slot = position % c.page_size;
+    const float *cos = t.cos + position * half, *sin = t.sin + position * half;
+    for (int64_t h = 0; h < t.num_heads; h++, x += n) {
+      head.load_from(x, n);
+      if (t.q_norm) head.norm(t.q_norm, n, t.eps);
+      head.rotate(cos, sin, half);
+      const Operand q{c.dtype, 0, n, static_cast<uint8_t*>(t.q) + h / group * group_bytes, nullptr};
+      write_operand_row(q, m * group + h % group, [&](int64_t k) { return mul(load(head.v + k), scale); });
+    }
+    for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
+      head.load_from(x, n);
+      if (t.k_norm) head.norm(t.k_norm, n, t.eps);
+      head.rotate(cos, sin, half);
+      head.store_keys(kv_plane(c, position, h, false), c.dtype, n, slot);
+    }
+    for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
+      head.load_from(x, n);
+      head.store_values(kv_plane(c, position, h, true), c.dtype, n, slot, c.page_size);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace dlmrt::cpu

@@ -1,0 +1,391 @@
+"""Text to ids and back: encoding that users cannot abuse, chat templates, incremental decoding, stop strings.
+
+Special tokens are written by templates and by the tokenizer's own post-processor, never by users: their literal text in
+a prompt or message is ordinary text, or a prompt could open a hole in itself (the mask token) or a turn of its own.
+
+Decoding is defined once, as a stream: ids are decoded one after the other behind a short context, and text is held
+while it ends in an incomplete character. `decode` is that stream pushed at once, so streamed and plain text cannot
+differ. An incomplete character at the very end is dropped.
+
+Left out on purpose: control tokens that a template assembles from pieces of several user strings, and tokenizers that
+prepend a space to each piece of text (those get it after every special token when a message holds special-token text).
+
+Source: rendering rules of transformers 5.24.0 utils/chat_template_utils.py (compared in tests); the idea of marking
+control tokens in user text before rendering is also theirs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, meta, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken, Tokenizer
+
+from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError, nearest
+from dlmrt.models.config import read_json
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode half a character to
+_MAX_PENDING = 8  # tokens; a character has at most four bytes, so more are not half a character but garbage
+
+
+class TextCodec:
+    """Tokenizer and chat template of one checkpoint. Safe to use from several threads.
+
+    Args:
+        tokenizer: taken over; `encode_special_tokens` is set.
+        template: chat template (jinja), None when the checkpoint has none.
+        variables: special-token strings that templates may name, e.g. ``{"bos_token": "<s>"}``.
+        reserved_ids: ids that text must never produce and decoding never shows, beside the tokenizer's special ones.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, *, template: str | None = None, variables: Mapping[str, str] | None = None,
+        reserved_ids: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        self.tokenizer = tokenizer
+        self.variables = dict(variables or {})
+        self._source = template
+        self._lock = threading.Lock()  # encode_special_tokens is state of the tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        named = set(self.variables.values())
+        reserved = set(reserved_ids) | {i for i, token in added.items() if token.content in named}
+        tokenizer.add_special_tokens([_as_special(added[i]) for i in reserved & set(added) if not added[i].special])
+        self._special = {i: t for i, t in tokenizer.get_added_tokens_decoder().items() if t.special}
+        tokenizer.encode_special_tokens = True
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> TextCodec:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja of a checkpoint folder.
+
+        Ids that config.json names as mask, eos, bos or pad are reserved even where tokenizer.json does not call them
+        special.
+
+        Raises:
+            CheckpointError: tokenizer.json is absent, or a file is damaged.
+        """
+        path = folder / "tokenizer.json"
+        if not path.exists():
+            raise CheckpointError(f"{folder} has no tokenizer.json; save_pretrained of a fast tokenizer writes one")
+        try:
+            tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # the tokenizers package raises plain Exception
+            raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+        settings = _read_optional(folder / "tokenizer_config.json")
+        names = {**_read_optional(folder / "special_tokens_map.json"), **settings}
+        config = _read_optional(folder / "config.json")
+        return cls(
+            tokenizer,
+            template=_find_template(folder, settings),
+            variables={
+                key: text for key, value in names.items() if key.endswith("_token") and (text := _content(value))
+            },
+            reserved_ids=_config_ids(config),
+        )
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id that stands for text, added tokens included."""
+        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that text never produces and decoding never shows."""
+        return frozenset(self._special)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether `encode_messages` can be used."""
+        return self._source is not None
+
+    @cached_property
+    def template_options(self) -> frozenset[str]:
+        """Names that the chat template reads, such as ``enable_thinking``."""
+        environment = _environment()
+        return frozenset(meta.find_undeclared_variables(environment.parse(self._source or "")))
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of `text` with what the tokenizer itself adds (BOS, once, if it adds one).
+
+        Raises:
+            UsageError: `text` holds a lone surrogate, which no tokenizer can encode.
+        """
+        return self._encode(text, specials=False, add=True)
+
+    def encode_messages(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **template_options: Any
+    ) -> list[int]:
+        """Ids of a conversation in the checkpoint's chat template; equal to the tokenizer's own apply_chat_template.
+
+        Special tokens written by the template are real; the same text inside `messages` or options is ordinary text.
+        Nothing is added to what the template writes.
+
+        Raises:
+            UsageError: there is no template, it refuses the messages, or it transforms special-token text of theirs.
+            UnknownOptionError: an option that the template does not read.
+        """
+        for name in template_options:
+            if name not in self.template_options:
+                raise UnknownOptionError(
+                    f"the chat template does not read {name!r}{nearest(name, self.template_options)}"
+                )
+        plain = self._render(messages, add_generation_prompt, template_options)
+        marker = self._marker(plain, messages, template_options)
+        marked_messages, num_marks = self._mark(messages, marker)
+        marked_options, num_option_marks = self._mark(template_options, marker)
+        if not num_marks + num_option_marks:
+            return self._encode(plain, specials=True, add=False)
+        marked = self._render(marked_messages, add_generation_prompt, marked_options)
+        if marked.replace(marker, "") != plain:
+            raise UsageError(
+                "a message holds the text of a special token and the chat template transforms it; remove that text"
+            )
+        return self._encode_marked(marked, marker)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of `ids`; special and unknown ids are dropped, and so is an incomplete character at the end."""
+        stream = self.incremental()
+        return stream.push(ids) + stream.finish()
+
+    def incremental(self) -> IncrementalDecoder:
+        """A decoder for ids that arrive in pieces."""
+        return IncrementalDecoder(self)
+
+    def _encode(self, text: str, *, specials: bool, add: bool) -> list[int]:
+        try:
+            with self._lock:
+                self.tokenizer.encode_special_tokens = not specials
+                try:
+                    return list(self.tokenizer.encode(text, add_special_tokens=add).ids)
+                finally:
+                    self.tokenizer.encode_special_tokens = True
+        except (TypeError, UnicodeError) as error:
+            raise UsageError("the text holds a lone surrogate or is not a string; send valid Unicode") from error
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]
+    ) -> str:
+        if self._source is None:
+            raise UsageError(
+                "this checkpoint has no chat template; send a plain prompt, or add chat_template.jinja to its folder"
+            )
+        if not messages:
+            raise UsageError("a conversation needs at least one message")
+        # A key with the value None would be rendered as "None"; templates handle its absence.
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        values = {"tools": None, "documents": None, **self.variables, **options}
+        try:
+            return str(self._template.render(messages=given, add_generation_prompt=add_generation_prompt, **values))
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            raise UsageError(f"the chat template refuses these messages: {error}; check roles and contents") from error
+
+    @cached_property
+    def _template(self) -> Any:
+        assert self._source is not None
+        try:
+            return _environment().from_string(self._source)
+        except TemplateError as error:
+            raise CheckpointError(f"the chat template is not valid jinja ({error}); download it again") from error
+
+    @cached_property
+    def _special_pattern(self) -> str:
+        """Alternatives of special-token texts, longest first, as the tokenizer matches them; never empty."""
+        contents = sorted((token.content for token in self._special.values()), key=len, reverse=True)
+        return "|".join(map(re.escape, contents)) or "(?!)"
+
+    def _marker(self, *texts: object) -> str:
+        """A private-use character that occurs nowhere in `texts`, so that no user can forge it."""
+        everything = json.dumps([*texts, self._source], ensure_ascii=False, default=str)
+        return next(c for c in map(chr, itertools.count(0xF0000)) if c not in everything)
+
+    def _mark(self, value: Any, marker: str) -> tuple[Any, int]:
+        """Copy of `value` with a marker before each special-token text in its strings, and the number of markers."""
+        if isinstance(value, str):
+            return re.subn(self._special_pattern, lambda match: marker + match[0], value)
+        if isinstance(value, Mapping):
+            pairs = {key: self._mark(item, marker) for key, item in value.items()}
+            return {key: item for key, (item, _) in pairs.items()}, sum(count for _, count in pairs.values())
+        if isinstance(value, list | tuple):
+            items = [self._mark(item, marker) for item in value]
+            return [item for item, _ in items], sum(count for _, count in items)
+        return value, 0
+
+    def _encode_marked(self, text: str, marker: str) -> list[int]:
+        """Encode with the unmarked special tokens real and the marked ones, without their marker, ordinary text."""
+        ids: list[int] = []
+        by_content = {token.content: (token_id, token) for token_id, token in self._special.items()}
+        segment, strip_left = "", False
+        for piece in re.split(f"({marker}?(?:{self._special_pattern}))", text):
+            if piece not in by_content:
+                segment += piece.replace(marker, "")
+                continue
+            token_id, token = by_content[piece]
+            ids += self._encode_segment(segment, strip_left, token.lstrip)
+            ids.append(token_id)
+            segment, strip_left = "", token.rstrip
+        return ids + self._encode_segment(segment, strip_left, False)
+
+    def _encode_segment(self, text: str, strip_left: bool, strip_right: bool) -> list[int]:
+        """Encode ordinary text between special tokens; some of those swallow the white space beside them."""
+        text = text.lstrip() if strip_left else text
+        text = text.rstrip() if strip_right else text
+        return self._encode(text, specials=False, add=False) if text else []
+
+
+class IncrementalDecoder:
+    """Text of ids that arrive in pieces, without half characters; time is linear in the number of ids."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self._context: list[int] = []  # last ids shown: decoders treat the start of a text differently
+        self._pending: list[int] = []  # ids whose text may still change
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take further ids and return the text that became certain."""
+        shown = []
+        tokenizer, special = self._codec.tokenizer, self._codec.special_ids
+        for token in map(int, ids):
+            if not 0 <= token < self._codec.vocab_size or token in special or tokenizer.id_to_token(token) is None:
+                continue
+            self._pending.append(token)
+            text = self._pending_text()
+            if not text.endswith(_INCOMPLETE) or len(self._pending) > _MAX_PENDING:
+                shown.append(text)
+                self._context, self._pending = self._pending, []
+        return "".join(shown)
+
+    def finish(self) -> str:
+        """Return the rest, without an incomplete character at its end."""
+        text = self._pending_text().rstrip(_INCOMPLETE)
+        self._context, self._pending = [], []
+        return text
+
+    def _pending_text(self) -> str:
+        decode = self._codec.tokenizer.decode
+        before = decode(self._context, skip_special_tokens=False)
+        text = decode(self._context + self._pending, skip_special_tokens=False)
+        return text[len(before) :] if text.startswith(before) else decode(self._pending, skip_special_tokens=False)
+
+
+class StopMatcher:
+    """Ends a streamed text before the first stop string, wherever the stream is cut.
+
+    First means: the earliest start in the whole text. Text is held back while it may still become a stop string.
+
+    Args:
+        stops: none of them empty; an empty sequence never matches.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str) or "" in stops:
+            raise UsageError("stop strings must be a list of strings that are not empty")
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+        self._matched = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """Take further text; return what is safe to show and whether the text has ended before a stop string."""
+        if self._matched:
+            return "", True
+        text = self._held + text
+        match = self._first_match(text)
+        tails = range(max(0, len(text) - self._longest + 1), len(text))
+        hold = next((start for start in tails if self._may_match(text[start:])), len(text))
+        # A stop string that begins earlier and is still growing wins over a finished one: wait for it.
+        self._matched = match <= hold and match < len(text)
+        shown = min(match, hold)
+        self._held = "" if self._matched else text[shown:]
+        return text[:shown], self._matched
+
+    def flush(self) -> tuple[str, bool]:
+        """The stream is over: return what was held back, up to a stop string in it, and whether there is one."""
+        held, self._held = self._held, ""
+        match = self._first_match(held)
+        self._matched = self._matched or match < len(held)
+        return held[:match], self._matched
+
+    def _first_match(self, text: str) -> int:
+        """Start of the first stop string in `text`, its length if there is none."""
+        return min((at for at in map(text.find, self._stops) if at >= 0), default=len(text))
+
+    def _may_match(self, tail: str) -> bool:
+        return any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops)
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what a model wrote, for training masks; rendering keeps its body as it is."""
+
+    tags = {"generation"}  # noqa: RUF012 the base class declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """Sandboxed jinja with the filters and globals that chat templates on the hub rely on."""
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes for HTML
+
+    def strftime_now(format: str) -> str:
+        return datetime.now().strftime(format)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
+    return environment
+
+
+def _read_optional(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.exists() else {}
+
+
+def _as_special(token: AddedToken) -> AddedToken:
+    return AddedToken(
+        token.content, single_word=token.single_word, lstrip=token.lstrip, rstrip=token.rstrip,
+        normalized=token.normalized, special=True,
+    )  # fmt: skip
+
+
+def _content(token: Any) -> str:
+    """Text of a token in tokenizer_config.json: a string, or an object with its flags."""
+    value = token.get("content") if isinstance(token, dict) else token
+    return value if isinstance(value, str) else ""
+
+
+def _config_ids(config: Mapping[str, Any]) -> set[int]:
+    """Ids that config.json gives a meaning of their own."""
+    values = [config.get(f"{name}_token_id") for name in ("mask", "eos", "bos", "pad")]
+    values.append((config.get("diffusion") or {}).get("mask_token_id"))
+    flat = itertools.chain.from_iterable(value if isinstance(value, list) else [value] for value in values)
+    return {token for token in flat if isinstance(token, int)}
+
+
+def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja, else the (default) template of tokenizer_config.json."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        return path.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template if isinstance(template, str) else None

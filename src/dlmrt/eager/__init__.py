@@ -1,0 +1,1 @@
+"""The eager executor: the specification, in torch."""

@@ -1,0 +1,213 @@
+"""One request at a time in torch: the executor that every other one is compared with.
+
+It keeps keys and values of the committed context per layer and runs the model functions as they are written, one
+operation after the other. Only `extend` grows the context: what a canvas forward computes is thrown away, so a block
+that is still being denoised can never be found in the cache. The cache is exact, not approximate.
+
+`dense_logits` is the same model without any cache, under any mask: the yardstick for caches and masks.
+
+Legend: C committed tokens, L canvas positions, S sequence positions, T rows of one forward, D model width,
+V vocabulary, G key/value heads, H head width.
+
+Left out on purpose: batches and in-place caches; speed is the business of the other executors.
+
+Source: ours; the shift rule (slot 0 reads the last committed row) as in SJTU-DENG-Lab/Diffulex 184ba97.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmrt.checkpoint.load import Checkpoint, load_params
+from dlmrt.errors import UsageError
+from dlmrt.models import qwen3
+from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.ops import eager
+from dlmrt.types import Bool, Float32, Int32
+
+
+class EagerDenoiser:
+    """Implements `dlmrt.types.Denoiser`.
+
+    Args:
+        params: weights by Hugging Face name, all of one floating dtype, which is also that of the activations.
+        config: of the checkpoint; needs its `diffusion` section.
+    """
+
+    name = "eager"
+
+    def __init__(self, params: Mapping[str, Tensor], config: ModelConfig) -> None:
+        self.config = config
+        self.diffusion = _diffusion(config)
+        self.vocab_size = config.vocab_size
+        self.has_residual = qwen3.has_residual(config)
+        self._params = params
+        self._table = params[qwen3.EMBEDDING]
+        self.dtype = str(self._table.dtype).removeprefix("torch.")
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the committed context."""
+        empty = self._table.new_empty(1, 0, self.config.num_kv_heads, self.config.head_dim)
+        self._keys = [empty] * self.config.num_layers  # per layer [1, C, G, H]
+        self._values = [empty] * self.config.num_layers
+        self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
+
+    @property
+    def context_length(self) -> int:
+        """Committed tokens whose keys and values are final."""
+        return self._keys[0].shape[1]
+
+    @torch.inference_mode()
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens.
+
+        Raises:
+            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
+        """
+        if not 0 <= length <= self.context_length:
+            raise UsageError(f"cannot truncate a context of {self.context_length} tokens to {length}")
+        if length < self.context_length:
+            self._check_boundary(length)
+        self._keys = [k[:, :length] for k in self._keys]
+        self._values = [v[:, :length] for v in self._values]
+        self._hidden = self._hidden[:, :length]
+
+    @torch.inference_mode()
+    def extend(self, ids_S: Int32) -> None:
+        """Append final ids to the committed context, visible to each other as the config says.
+
+        Raises:
+            UsageError: the context ends inside a block of a block-causal model: its tokens would have to see these.
+        """
+        if not len(ids_S):
+            return
+        start = self.context_length
+        self._check_boundary(start)
+        positions = torch.arange(start, start + len(ids_S))
+        visible = context_visible(self.diffusion, positions, torch.arange(start + len(ids_S)))
+        hidden = self._run(ids_S, visible, write=True)
+        if self.diffusion.logit_shift:
+            self._hidden = torch.cat((self._hidden, hidden), dim=1)
+
+    @torch.inference_mode()
+    def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
+        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i.
+
+        Args:
+            canvas_L: ids of the canvas, slot 0 at position `context_length`.
+            residual_LD: z as `soft_embedding` gives it; None stands for 0.
+            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
+
+        Raises:
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+        """
+        z, where = self._residual(canvas_L, residual_LD, where_L)
+        start, length = self.context_length, len(canvas_L)
+        visible = None
+        if self.diffusion.in_block_attention == "causal":
+            visible = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        if self.diffusion.logit_shift and not start:
+            raise UsageError(
+                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
+            )
+        hidden = self._run(canvas_L, visible, write=False, z=z, where=where)
+        if self.diffusion.logit_shift:
+            hidden = torch.cat((self._hidden[:, -1:], hidden[:, :-1]), dim=1)
+        return _numpy(qwen3.head(eager, self._params, self.config, hidden)[0])
+
+    @torch.inference_mode()
+    def soft_embedding(self, probs_LV: Float32) -> Float32:
+        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+        return _numpy(qwen3.soft_embedding(eager, self._params, self.config, torch.from_numpy(probs_LV)))
+
+    def _run(
+        self, ids_T: Int32, visible: Tensor | None, *, write: bool, z: Tensor | None = None, where: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states [1, T, D] of rows behind the context."""
+        ids = _checked_ids(ids_T, self.vocab_size)
+        positions = torch.arange(self.context_length, self.context_length + len(ids_T))
+        attend = eager.CachedAttention(self._keys, self._values, visible, write=write)
+        hidden: Tensor = qwen3.forward(
+            eager, self._params, self.config, ids[None], positions[None], attend, z=z, where=where
+        )
+        return hidden
+
+    def _residual(
+        self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        if residual_LD is None:
+            return None, None
+        if not self.has_residual:
+            raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
+        if where_L is None and self.diffusion.residual.where == "masked":
+            where_L = np.asarray(canvas_L) == self.diffusion.mask_token_id
+        z = torch.from_numpy(residual_LD).to(self._table.dtype)
+        return z[None], None if where_L is None else torch.from_numpy(where_L)[None]
+
+    def _check_boundary(self, length: int) -> None:
+        block = self.diffusion.canvas_length
+        if self.diffusion.context_attention == "block_causal" and length % block:
+            raise UsageError(
+                f"the committed context would end at {length}, inside a block of {block} positions that see each "
+                "other; commit and truncate whole blocks"
+            )
+
+
+def context_visible(diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor) -> Tensor:
+    """Bool [T, S]: which committed positions `keys_S` a committed position of `rows_T` sees; the grid starts at 0."""
+    if diffusion.context_attention == "causal" or diffusion.in_block_attention == "causal":
+        return keys_S <= rows_T[:, None]
+    block = diffusion.canvas_length
+    return keys_S // block <= (rows_T // block)[:, None]
+
+
+def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> EagerDenoiser:
+    """Load the weights of `checkpoint` in `dtype`; `num_threads` sets torch's CPU threads for the whole process."""
+    if num_threads is not None:
+        if num_threads < 1:
+            raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
+        torch.set_num_threads(num_threads)
+    _diffusion(checkpoint.config)
+    return EagerDenoiser(load_params(checkpoint, dtype=dtype), checkpoint.config)
+
+
+@torch.inference_mode()
+def dense_logits(
+    params: Mapping[str, Tensor], config: ModelConfig, ids_S: Int32, visible_SS: Bool,
+    *, residual_SD: Float32 | None = None, where_S: Bool | None = None,
+) -> Float32:  # fmt: skip
+    """Logits float32 [S, V] of a whole sequence under one mask, no cache, no shift: row i is the model's own row i."""
+    ids = _checked_ids(ids_S, config.vocab_size)
+    z = None if residual_SD is None else torch.from_numpy(residual_SD).to(params[qwen3.EMBEDDING].dtype)
+    where = None if where_S is None else torch.from_numpy(where_S)
+    hidden = qwen3.forward(
+        eager, params, config, ids[None], torch.arange(len(ids_S))[None],
+        eager.MaskedAttention(torch.from_numpy(visible_SS)[None]),
+        z=None if z is None else z[None], where=None if where is None else where[None],
+    )  # fmt: skip
+    return _numpy(qwen3.head(eager, params, config, hidden)[0])
+
+
+def _diffusion(config: ModelConfig) -> DiffusionConfig:
+    if config.diffusion is None:
+        raise UsageError(
+            f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
+            "section to config.json"
+        )
+    return config.diffusion
+
+
+def _checked_ids(ids: Int32, vocab_size: int) -> Tensor:
+    if len(ids) and (np.min(ids) < 0 or np.max(ids) >= vocab_size):
+        raise UsageError(f"token ids must lie within 0..{vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
+    return torch.from_numpy(np.asarray(ids, dtype=np.int64))
+
+
+def _numpy(values: Tensor) -> Float32:
+    result: Float32 = values.float().numpy()
+    return result

@@ -1,0 +1,65 @@
+"""The environment variables of dlmrt: one typed field each, read once, refused when they do not parse.
+
+A variable with the prefix `DLMRT_` that is not in the table is an error too: a misspelt name would otherwise change
+nothing and say nothing. Variables of other projects that are honoured (`HF_HOME`, `NO_COLOR`, ...) are read by their
+own libraries and only listed here, for `dlmrt env`.
+
+Source: ours; names as in docs/cli.md.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from dlmrt.errors import UnknownOptionError, UsageError, nearest
+
+PREFIX = "DLMRT_"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+HONOURED = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NO_COLOR")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Values of the `DLMRT_*` variables; a field is named like its variable, in lower case and without the prefix.
+
+    Example: ``Environment.read({"DLMRT_NUM_THREADS": "2"})`` is ``Environment(num_threads=2)``.
+    """
+
+    executor: str = "auto"  # who runs the loop; checked by the engine, which knows the names
+    dtype: str = "auto"  # compute type; auto: the checkpoint's
+    num_threads: int | None = None  # CPU threads; None: the executor's choice
+    log_level: str = "warning"  # one of LOG_LEVELS
+
+    @classmethod
+    def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
+        """Parse `variables`, by default those of the process. An empty value counts as absent.
+
+        Raises:
+            UnknownOptionError: a `DLMRT_` variable that does not exist.
+            UsageError: a value that does not parse; the message names the variable.
+        """
+        source = os.environ if variables is None else variables
+        given = {name: value.strip() for name, value in source.items() if name.startswith(PREFIX) and value.strip()}
+        known = {f"{PREFIX}{field.upper()}" for field in cls.__dataclass_fields__}
+        for name in given:
+            if name not in known:
+                raise UnknownOptionError(f"{name} is not an environment variable of dlmrt{nearest(name, known)}")
+        log_level = given.get("DLMRT_LOG_LEVEL", cls.log_level).lower()
+        if log_level not in LOG_LEVELS:
+            raise UsageError(f"DLMRT_LOG_LEVEL={log_level!r} is not a level; use one of {', '.join(LOG_LEVELS)}")
+        return cls(
+            executor=given.get("DLMRT_EXECUTOR", cls.executor),
+            dtype=given.get("DLMRT_DTYPE", cls.dtype),
+            num_threads=_positive("DLMRT_NUM_THREADS", given.get("DLMRT_NUM_THREADS")),
+            log_level=log_level,
+        )
+
+
+def _positive(name: str, value: str | None) -> int | None:
+    if value is None:
+        return None
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise UsageError(f"{name}={value!r} is not a positive whole number; set e.g. {name}=1 or unset it")
+    return int(value)

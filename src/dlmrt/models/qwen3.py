@@ -1,0 +1,105 @@
+"""Qwen3 backbone with the options of `DiffusionConfig`: QwenDLM, SDAR, I-DLM and plain Qwen3 are settings of it.
+
+The functions take the operations as their first argument and weights as a mapping from Hugging Face tensor names, so
+the same text runs in torch, trains, and is recorded for the native executors. Visibility, positions and the cache live
+in `attend`; nothing here knows whether a row is prompt or canvas.
+
+Legend: T rows, D hidden_size, F intermediate_size, V vocab_size, z the residual (soft embedding of the previous step).
+
+Source: transformers 5.24.0 models/qwen3/modeling_qwen3.py for the backbone; the residual pathway is ORL's
+e_i = E[x_i] + alpha * g(z_i) (arXiv 2610.20687, project page), g as in DiffusionGemma's self-conditioning module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from dlmrt.models.config import ModelConfig
+from dlmrt.ops.spec import Attend, Ops, Tensor
+
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+FINAL_NORM = "model.norm.weight"
+ADAPTER = "model.residual_adapter."
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor the checkpoint must hold, no more and no fewer."""
+    d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, d), FINAL_NORM: (d,)}
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, d)
+    for layer_idx in range(config.num_layers):
+        p = f"model.layers.{layer_idx}."
+        shapes |= {
+            p + "input_layernorm.weight": (d,),
+            p + "self_attn.q_proj.weight": (config.num_heads * h, d),
+            p + "self_attn.k_proj.weight": (config.num_kv_heads * h, d),
+            p + "self_attn.v_proj.weight": (config.num_kv_heads * h, d),
+            p + "self_attn.o_proj.weight": (d, config.num_heads * h),
+            p + "self_attn.q_norm.weight": (h,),
+            p + "self_attn.k_norm.weight": (h,),
+            p + "post_attention_layernorm.weight": (d,),
+            p + "mlp.gate_proj.weight": (f, d),
+            p + "mlp.up_proj.weight": (f, d),
+            p + "mlp.down_proj.weight": (d, f),
+        }
+    if has_residual(config):
+        assert config.diffusion is not None
+        width = config.diffusion.residual.intermediate_size
+        shapes |= {
+            ADAPTER + "norm.weight": (d,),
+            ADAPTER + "gate_proj.weight": (width, d),
+            ADAPTER + "up_proj.weight": (width, d),
+            ADAPTER + "down_proj.weight": (d, width),
+        }
+    return shapes
+
+
+def has_residual(config: ModelConfig) -> bool:
+    """Whether the checkpoint has a residual pathway."""
+    return config.diffusion is not None and config.diffusion.residual.kind != "none"
+
+
+def forward(
+    ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, ids: Tensor, positions: Tensor, attend: Attend,
+    *, z: Tensor | None = None, where: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Final hidden states [T, D] (normalised) of rows `ids` [T] at `positions` [T].
+
+    Args:
+        z: residual [T, D] that the rows consume, None for 0.
+        where: bool [T], rows that receive it; None for all.
+    """
+    eps = config.rms_norm_eps
+    x = ops.embed(params[EMBEDDING], ids)
+    if z is not None:
+        assert config.diffusion is not None
+        adapter = [params[f"{ADAPTER}{name}.weight"] for name in ("norm", "gate_proj", "up_proj", "down_proj")]
+        x = ops.residual_mix(x, z, where, *adapter, alpha=config.diffusion.residual.alpha, eps=eps)
+    for layer_idx in range(config.num_layers):
+        p = f"model.layers.{layer_idx}."
+        h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
+        q, k, v = ops.qkv(
+            h, params[p + "self_attn.q_proj.weight"], params[p + "self_attn.k_proj.weight"],
+            params[p + "self_attn.v_proj.weight"], params[p + "self_attn.q_norm.weight"],
+            params[p + "self_attn.k_norm.weight"], positions, head_dim=config.head_dim, rope=config.rope, eps=eps,
+        )  # fmt: skip
+        x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "self_attn.o_proj.weight"]))
+        h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
+        mlp = [params[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")]
+        x = ops.add(x, ops.gated_mlp(h, *mlp))
+    return ops.rms_norm(x, params[FINAL_NORM], eps=eps)
+
+
+def head(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, hidden: Tensor) -> Tensor:
+    """Logits [T, V] of normalised hidden states [T, D]."""
+    return ops.linear(hidden, params[EMBEDDING if config.tie_word_embeddings else HEAD])
+
+
+def soft_embedding(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, probs: Tensor) -> Tensor:
+    """The residual z [T, D] of next-step input: probs [T, V] times the input embedding."""
+    assert config.diffusion is not None
+    scale = math.sqrt(config.hidden_size) if config.diffusion.residual.scale_embedding else 1.0
+    return ops.soft_embedding(probs, params[EMBEDDING], scale=scale)

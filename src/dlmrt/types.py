@@ -1,0 +1,219 @@
+"""Nouns that cross layers: frozen, keyword-only, one line a field.
+
+Legend: B requests, L canvas positions, S sequence positions, D model width, V vocabulary. Times are seconds on a
+monotonic clock; counts start with `num_`; ids are token ids.
+
+Source: names and counting rules from docs/design.md (glossary), which follow the field's usage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypedDict, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+FinishReason = Literal["stop", "length", "cancelled"]
+EndReason = Literal["eos", "stop_token", "stop_string", "max_tokens", "cancelled"]
+
+
+class Message(TypedDict):
+    """One turn of a conversation. Example: ``{"role": "user", "content": "What is 2 + 3?"}``."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeConfig:
+    """Settings of one request. `None` means: the checkpoint's generation_config.json, else the built-in of the rule.
+
+    Example: ``DecodeConfig(threshold=0.9, max_tokens=128, seed=7)``.
+    """
+
+    commit_rule: str | None = None  # threshold | joint_threshold | entropy_bound | steps
+    canvas_length: int | None = None  # block length; only where the checkpoint's attention is not tied to its own
+    threshold: float | None = None  # commit where confidence > threshold; within [0, 1]
+    edit_threshold: float | None = None  # joint_threshold edits above it; 0: every difference. No edits: rule threshold
+    max_post_edit_steps: int | None = None  # edit rounds after the last masked position was filled
+    min_commit: int | None = None  # positions committed by a step at the least
+    max_denoising_steps: int | None = None  # cap of denoising steps a block
+    entropy_bound: float | None = None  # nats; cumulative entropy that one step may accept
+    t_min: float | None = None  # temperature schedule of entropy_bound: value at the last step
+    t_max: float | None = None  # and at the first
+    stop_entropy: float | None = None  # nats; mean entropy below which a stable canvas ends
+    stability_threshold: int | None = None  # further equal argmax canvases before a canvas may end
+    temperature: float | None = None  # 0: argmax and one fixed noise stream, whatever the seed
+    top_k: int | None = None  # keep the k most probable ids; 0: all
+    top_p: float | None = None  # keep the smallest set with at least this mass; 1: all
+    min_p: float | None = None  # keep ids with at least this share of the best probability; 0: all
+    seed: int | None = None  # of the request; None: drawn from the operating system and reported
+    noise_seed: int = 0  # varies the noise stream of uniform canvases at temperature 0
+    max_tokens: int | None = None  # completion tokens, stop token included
+    stop: tuple[str, ...] = ()  # strings that end the text; not shown
+    stop_token_ids: tuple[int, ...] = ()  # ids that end the answer, beside the checkpoint's EOS ids
+    ignore_eos: bool = False  # go on past EOS ids up to max_tokens
+    use_residual: bool = True  # False: decode without the residual pathway (z = 0), where the checkpoint has one
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForwardRecord:
+    """One forward of one request.
+
+    Example: ``ForwardRecord(kind="denoise", block_idx=0, step=3, num_rows=32, num_finalised=4)``.
+    """
+
+    kind: Literal["prefill", "denoise", "commit"]
+    block_idx: int  # -1 for prefill
+    step: int  # denoising step within the block, from 0; -1 otherwise
+    num_rows: int  # positions that went through the model
+    num_finalised: int = 0  # visible completion tokens that never changed after this forward; they sum to the answer
+    num_edits: int = 0  # committed positions that this step changed
+    mean_entropy: float = 0.0  # nats, over the positions that were open
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepState:
+    """What one denoising step consumed and decided; kept when recording is on, also right of EOS.
+
+    All arrays have the length of the canvas.
+    """
+
+    block_idx: int
+    step: int
+    start: int  # sequence position of canvas slot 0
+    canvas_L: Int32  # ids handed to the denoiser
+    residual_LD: Float32 | None  # z consumed (before the adapter); None stands for 0
+    is_unresolved_L: Bool  # positions not decided in `canvas_L`
+    entropy_L: Float32  # nats, of this step's prediction
+    committed_L: Bool  # positions decided or edited by this step
+    temperature: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """Everything countable about one request.
+
+    Example: 41 completion tokens, 2 blocks, 9 denoising and 2 commit forwards: tpf_total 41/11, tpf_denoise 41/9.
+    """
+
+    seed: int
+    executor: str
+    dtype: str
+    commit_rule: str
+    end_reason: EndReason
+    forwards: tuple[ForwardRecord, ...]
+    num_blocks: int
+    num_cached_prompt_tokens: int  # prompt tokens whose keys and values were reused
+    settings: Mapping[str, Any]  # in effect for this request, every default resolved
+    prompt_token_ids: tuple[int, ...]
+    states: tuple[StepState, ...] = ()  # only with record=True
+    # Whole canvases at their end, prompt part and right of EOS included; open slots hold what the last forward saw.
+    blocks: tuple[Int32, ...] = ()  # only with record=True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Usage:
+    """Counts and times of one request, as every surface reports them."""
+
+    prompt_tokens: int
+    completion_tokens: int  # up to and including the stop token; no padding
+    num_prefill_forwards: int
+    num_denoise_steps: int
+    num_commit_forwards: int
+    num_blocks: int
+    num_edits: int
+    prefill_s: float
+    decode_s: float
+    time_to_first_block_s: float
+    total_s: float
+
+    @property
+    def num_forwards(self) -> int:
+        """Denoise and commit forwards; prefill is counted apart."""
+        return self.num_denoise_steps + self.num_commit_forwards
+
+    @property
+    def tpf_total(self) -> float:
+        """Completion tokens per forward, commit forwards included."""
+        return self.completion_tokens / max(1, self.num_forwards)
+
+    @property
+    def tpf_denoise(self) -> float:
+        """Completion tokens per denoising step."""
+        return self.completion_tokens / max(1, self.num_denoise_steps)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Completion tokens per second of wall time, prefill included."""
+        return self.completion_tokens / self.total_s if self.total_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateResult:
+    """One finished answer."""
+
+    text: str
+    token_ids: tuple[int, ...]  # visible completion ids, stop token included when one ended the answer
+    finish_reason: FinishReason
+    usage: Usage
+    record: RequestRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEvent:
+    """Committed text, in order; the concatenation equals the final text."""
+
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CanvasEvent:
+    """The canvas after one denoising step."""
+
+    block_idx: int
+    step: int
+    start: int  # sequence position of slot 0, prompt included
+    canvas_L: Int32  # ids after the step's commits
+    is_unresolved_L: Bool
+    changed_L: Bool  # slots whose id this step set or edited
+    confidence_L: Float32  # probability of the predicted id
+    text: str  # the canvas decoded, undecided positions shown as U+2591
+
+
+@runtime_checkable
+class Denoiser(Protocol):
+    """What the decode loop asks of an executor: one request's committed context and forwards over a canvas.
+
+    The eager executor, the scripted denoiser of `dlmrt.testing` and a recorded trajectory all implement it.
+    """
+
+    name: str  # executor name for records: "eager", "cpu", "scripted", ...
+    dtype: str
+    vocab_size: int  # V, width of the head
+    has_residual: bool
+
+    def reset(self) -> None:
+        """Forget the committed context."""
+
+    @property
+    def context_length(self) -> int:
+        """Committed tokens whose keys and values are final."""
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens."""
+
+    def extend(self, ids_S: Int32) -> None:
+        """Append final ids to the committed context (prefill chunk or commit forward), visible as the config says."""
+
+    def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
+        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i (shift applied)."""
+
+    def soft_embedding(self, probs_LV: Float32) -> Float32:
+        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""

@@ -1,0 +1,51 @@
+"""Errors of `orl`: one base class, each error also the stdlib exception it stands for.
+
+Every message ends with the way out, and every error survives pickling, because worker processes send errors back.
+Constraint: arguments are plain strings kept in `args`, which is what makes the default pickling work.
+
+**Source:** ours; the pattern follows tinker-cookbook `tinker_cookbook/exceptions.py`.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+from dlmrt.errors import DlmrtError, UnknownOptionError, UsageError
+
+
+class OrlError(DlmrtError):
+    """Base of all errors raised on purpose by `orl`."""
+
+
+class RecipeError(OrlError, UsageError):
+    """A recipe cannot be read, or holds an unknown key or a value that cannot be used."""
+
+
+class RunFolderError(OrlError, ValueError):
+    """A run folder cannot be resumed from: other recipe, other model, or damaged state."""
+
+
+class DataError(OrlError, ValueError):
+    """A problem cannot be trained on: too long for a packed sequence, or with a reserved id in its text."""
+
+
+class DivergedError(OrlError, ArithmeticError):
+    """Too many training steps in a row gave no usable gradient."""
+
+
+class UnknownTaskError(OrlError, UnknownOptionError):
+    """A task was asked for by a name that is not registered."""
+
+
+class SplitExhaustedError(OrlError, ValueError):
+    """A task's prompt space is too small to find a prompt of the wanted split."""
+
+
+class SandboxUnavailableError(OrlError, OSError):
+    """The sandbox cannot run here, or its child did not come up."""
+
+
+def nearest_name_hint(name: str, known: Iterable[str]) -> str:
+    """Say which known name is nearest to `name`, or list all of them when none is near."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(names)}"

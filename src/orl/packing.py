@@ -1,0 +1,198 @@
+"""Packing: several problems in one row of fixed length, with clean and noisy rows and no leakage between them.
+
+A problem contributes its clean rows (prompt and response once) and, for the diffusion objectives, noisy copies of the
+response cut into canvases. Four integers a row (segment, copy, position, block start) say everything about visibility
+(`orl.attention`), so a packed sequence computes exactly what its problems would compute alone.
+
+Fixed row length keeps shapes static; first-fit decreasing over a pool fills them to about 95 %. The noise of a problem
+depends on (seed, problem number) alone, not on its neighbours or the bin it fell into, so packing cannot change it.
+
+Legend: T rows of a packed sequence, C noisy copies, L canvas length.
+
+Source: layout of block diffusion training, [clean ; noisy], as in kuleshov-group/bd3lms 1c3e8f43; complementary masks
+as in NVlabs/Fast-dLLM v2 (arXiv 2509.26328); ours otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from orl.errors import DataError
+from orl.recipe import ObjectiveSection
+
+Int32 = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+# Streams of `generator`. The task of a problem and the order of a pool share one: they are never used together.
+DATA_STREAM, NOISE_STREAM, COIN_STREAM = 0, 1, 2
+
+CLEAN = -1  # value of `copy` on clean rows
+PAD = -2  # and on padding rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Example:
+    """One tokenised problem. Example: 31 prompt ids, 44 response ids whose last is the stop token."""
+
+    number: int  # position in the data stream; keys the noise
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]  # stop token included
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Rows of one problem or one packed sequence; every array has length T."""
+
+    problem: Int32  # number of the problem in the data stream; -1 on padding
+    ids: Int32  # input ids
+    positions: Int32
+    segment: Int32  # place of the problem within the packed sequence; -1 on padding
+    copy: Int32  # CLEAN, PAD, or number of the noisy copy
+    block_start: Int32  # first position of the row's canvas; 0 on clean rows
+    targets: Int32  # id that the row's logits should predict
+    weights: Float32  # factor of the row's cross-entropy; 0: no loss
+    is_unresolved: Bool  # noisy rows whose id is noise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    """What noise needs to know of the model."""
+
+    canvas_length: int
+    mask_token_id: int | None
+    pad_token_id: int  # fills the last canvas right of the stop token
+    random_ids: Int32  # ids that uniform noise draws from
+
+
+def generator(seed: int, number: int, stream: int) -> np.random.Generator:
+    """Counter-based random numbers of (seed, number, stream).
+
+    Streams of one number are independent. Drawing the task and the noise of a problem from one and the same sequence
+    would tie them together: each task would see its own narrow band of noise levels.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed, number], counter=[0, 0, 0, stream]))
+
+
+def problem_rows(example: Example, objective: ObjectiveSection, noise: Noise, seed: int) -> Rows:
+    """Clean rows, then the noisy copies, of one problem.
+
+    Raises:
+        DataError: the text holds the mask token, which would be trained as a hole.
+    """
+    clean = np.array(example.prompt_ids + example.response_ids, dtype=np.int32)
+    start, total = len(example.prompt_ids), len(clean)
+    if noise.mask_token_id is not None and noise.mask_token_id in clean:
+        raise DataError(
+            f"problem {example.number} holds the mask token id {noise.mask_token_id}; encode its text as ordinary text"
+        )
+    # Clean row i predicts i + 1; the last row predicts nothing.
+    weights = np.full(total, objective.prompt_weight, dtype=np.float32)
+    weights[max(0, start - 1) :] = 1.0
+    weights[-1:] = 0.0
+    if objective.kind != "ar":
+        weights *= objective.ar_weight
+    rows = [
+        Rows(
+            problem=np.full(total, example.number, dtype=np.int32),
+            ids=clean,
+            positions=np.arange(total, dtype=np.int32),
+            segment=np.zeros(total, dtype=np.int32),
+            copy=np.full(total, CLEAN, dtype=np.int32),
+            block_start=np.zeros(total, dtype=np.int32),
+            targets=np.append(clean[1:], 0)[:total].astype(np.int32),
+            weights=weights,
+            is_unresolved=np.zeros(total, dtype=np.bool_),
+        )
+    ]
+    if objective.kind != "ar":
+        rows += _noisy_copies(example, objective, noise, seed)
+    return concatenate(rows)
+
+
+def _noisy_copies(example: Example, objective: ObjectiveSection, noise: Noise, seed: int) -> Iterator[Rows]:
+    rng = generator(seed, example.number, NOISE_STREAM)
+    length, start = noise.canvas_length, len(example.prompt_ids)
+    num_blocks = -(-len(example.response_ids) // length)
+    targets = np.full(num_blocks * length, noise.pad_token_id, dtype=np.int32)
+    targets[: len(example.response_ids)] = example.response_ids
+    base = np.where(np.arange(len(targets)) < len(example.response_ids), 1.0, objective.tail_weight).astype(np.float32)
+    positions = start + np.arange(len(targets), dtype=np.int32)
+    level: Float32 = np.empty(0, dtype=np.float32)
+    is_noise: Bool = np.empty(0, dtype=np.bool_)
+    for copy in range(objective.copies):
+        if objective.kind == "mask" and copy % 2 == 1:
+            # The complement: every token is predicted exactly once a pair.
+            level, is_noise = (1 - level).astype(np.float32), ~is_noise
+        else:
+            level = np.repeat(rng.uniform(objective.t_min, 1.0, size=num_blocks).astype(np.float32), length)
+            is_noise = rng.random(len(targets)) < level
+        weights: npt.NDArray[np.floating] = base
+        if objective.kind == "mask":
+            assert noise.mask_token_id is not None
+            ids = np.where(is_noise, noise.mask_token_id, targets)
+            weights = base * is_noise
+            if objective.loss_weight == "elbo":
+                weights = weights / np.maximum(level, objective.t_min)
+        else:
+            ids = np.where(is_noise, rng.choice(noise.random_ids, size=len(targets)), targets)
+        yield Rows(
+            problem=np.full(len(targets), example.number, dtype=np.int32),
+            ids=ids.astype(np.int32),
+            positions=positions,
+            segment=np.zeros(len(targets), dtype=np.int32),
+            copy=np.full(len(targets), copy, dtype=np.int32),
+            block_start=(start + np.arange(len(targets)) // length * length).astype(np.int32),
+            targets=targets,
+            weights=weights.astype(np.float32),
+            is_unresolved=is_noise,
+        )
+
+
+def concatenate(rows: Sequence[Rows]) -> Rows:
+    """Rows one after another; segments keep their numbers."""
+    return Rows(**{f.name: np.concatenate([getattr(r, f.name) for r in rows]) for f in fields(Rows)})
+
+
+def pack(problems: Sequence[Rows], length: int) -> list[Rows]:
+    """First-fit decreasing of whole problems into sequences of exactly `length` rows.
+
+    Raises:
+        DataError: a problem is longer than `length`.
+    """
+    bins: list[list[Rows]] = []
+    room: list[int] = []
+    for rows in sorted(problems, key=lambda r: -len(r.ids)):
+        size = len(rows.ids)
+        if size > length:
+            raise DataError(f"a problem needs {size} rows and pack_tokens is {length}; raise data.pack_tokens")
+        idx = next((i for i, free in enumerate(room) if free >= size), None)
+        if idx is None:
+            bins.append([])
+            room.append(length)
+            idx = len(bins) - 1
+        bins[idx].append(rows)
+        room[idx] -= size
+    return [_fill(content, length) for content in bins]
+
+
+def _fill(content: list[Rows], length: int) -> Rows:
+    numbered = [replace(r, segment=np.full(len(r.ids), i, dtype=np.int32)) for i, r in enumerate(content)]
+    free = length - sum(len(r.ids) for r in content)
+    zeros = np.zeros(free, dtype=np.int32)
+    padding = Rows(
+        problem=np.full(free, -1, dtype=np.int32),
+        ids=zeros,
+        positions=zeros,
+        segment=np.full(free, -1, dtype=np.int32),
+        copy=np.full(free, PAD, dtype=np.int32),
+        block_start=zeros,
+        targets=zeros,
+        weights=np.zeros(free, dtype=np.float32),
+        is_unresolved=np.zeros(free, dtype=np.bool_),
+    )
+    return concatenate([*numbered, padding])

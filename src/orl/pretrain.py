@@ -1,0 +1,234 @@
+"""Pre-training of a small diffusion language model (or its auto-regressive twin) on verifiable tasks.
+
+One loop: take packed sequences, forward with the eager operations (`orl.objective`), weighted cross-entropy, Muon and
+AdamW (`orl.optimizers`), cosine schedule.
+
+Nothing random lives in torch: data and noise are functions of (seed, number), the self-conditioning coin of (seed,
+step), so a killed run resumes exactly from parameters, optimizer state and a few integers.
+
+Left out on purpose: distributed training, gradient checkpointing (models of 5-15 M parameters).
+
+Source: ours; sources of the parts are named in their modules.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmrt.checkpoint.save import save_checkpoint
+from dlmrt.models import qwen3
+from dlmrt.models.config import ModelConfig
+from orl.data import PackedStream
+from orl.errors import DivergedError, RunFolderError
+from orl.interrupt import uninterrupted
+from orl.objective import Batch, batch_loss
+from orl.optimizers import Optimizers, learning_rate_ratio
+from orl.packing import COIN_STREAM, Rows, generator
+from orl.recipe import PretrainRecipe
+from orl.run_folder import RunFolder
+from orl.start import init_params, load_init, model_config, noise_of, open_tokenizer
+
+Evaluate = Callable[[Path], dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """What a step reports."""
+
+    step: int
+    num_steps: int
+    loss: float
+    rows_per_s: float  # packed rows, padding included, of this step
+    seconds_left: float  # training alone, at the pace of this process so far
+
+
+def pretrain(
+    recipe: PretrainRecipe, run_dir: Path, *, evaluate: Evaluate | None = None,
+    on_progress: Callable[[Progress], None] | None = None, stop_after_s: float | None = None,
+) -> Path:  # fmt: skip
+    """Run (or resume) the recipe in `run_dir`; return the folder of the newest checkpoint.
+
+    Ctrl-C saves the state of the last whole step and raises KeyboardInterrupt; another call goes on from there.
+
+    Args:
+        evaluate: called every `run.eval_every_steps` with the folder of the current checkpoint; its dict goes into
+            metrics.jsonl.
+        stop_after_s: save and return early after this many seconds (another call goes on).
+
+    Raises:
+        RunFolderError: the folder belongs to another recipe or its state to another model.
+        RecipeError: values of the recipe contradict each other or its checkpoint.
+        DivergedError: too many steps in a row gave no usable gradient.
+    """
+    if recipe.run.num_threads:
+        torch.set_num_threads(recipe.run.num_threads)
+    run = Run(recipe, run_dir)
+    num_steps, started = recipe.optim.steps, time.monotonic()
+    first_step, last_save, spent_s = run.step, started, 0.0
+    try:
+        while run.step < num_steps:
+            with uninterrupted():
+                entry = run.train_step()
+                run.folder.log(entry)
+            spent_s += recipe.optim.bins_per_step * recipe.data.pack_tokens / entry["rows_per_s"]
+            if on_progress:
+                left_s = (num_steps - run.step) * spent_s / (run.step - first_step)
+                on_progress(Progress(step=run.step, num_steps=num_steps, loss=entry["loss"],
+                                     rows_per_s=entry["rows_per_s"], seconds_left=left_s))  # fmt: skip
+            is_last = run.step == num_steps
+            if evaluate and (run.step % recipe.run.eval_every_steps == 0 or is_last):
+                run.folder.log({"step": run.step, "eval": evaluate(run.export())})
+            now = time.monotonic()
+            is_late = stop_after_s is not None and now - started > stop_after_s
+            if is_last or is_late or now - last_save > recipe.run.save_every_s:
+                run.save()
+                last_save = time.monotonic()
+            if is_late:
+                break
+    except KeyboardInterrupt:
+        run.save()
+        raise
+    return run.export()
+
+
+class Run:
+    """Everything that a step changes: parameters, optimizers, stream, counters; and how it is saved."""
+
+    def __init__(self, recipe: PretrainRecipe, run_dir: Path) -> None:
+        self.recipe = recipe
+        self.folder = RunFolder(run_dir)
+        self.folder.check_recipe(recipe)
+        self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
+        self.config = model_config(recipe, self.codec)
+        self.params = init_params(self.config, recipe.run.seed)
+        self.step, self.num_rows = 0, 0
+        self.num_skipped, self.num_skipped_in_a_row = 0, 0
+        saved = self.folder.load_state()
+        if saved is None and recipe.run.init:
+            load_init(self.params, self.config, recipe.run.init)
+        for tensor in self.params.values():
+            tensor.requires_grad_(True)
+        self.optimizers = Optimizers(self.params, recipe.optim)
+        noise = noise_of(self.config, self.codec)
+        self.stream = PackedStream(recipe.data, recipe.objective, noise, self.codec, recipe.run.seed)
+        if saved is not None:
+            self._restore(*saved)
+
+    def train_step(self) -> dict[str, Any]:
+        """Take one step and return its line of metrics.
+
+        Raises:
+            DivergedError: it was the last of `optim.max_skipped_steps` in a row without a usable gradient.
+        """
+        section, began = self.recipe.optim, time.monotonic()
+        bins = self.stream.take(section.bins_per_step)
+        entry = accumulate_gradients(self.params, self.config, self.recipe, bins, self.step)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.params.values(), section.grad_clip))
+        ratio = learning_rate_ratio(self.step, section.steps, section.warmup_steps, section.lr_end_ratio)
+        reason = _unusable(entry, norm)
+        if reason is None:
+            self.optimizers.step(ratio)
+            self.num_skipped_in_a_row = 0
+        else:
+            self.optimizers.clear()
+            self.num_skipped += 1
+            self.num_skipped_in_a_row += 1
+            if self.num_skipped_in_a_row >= section.max_skipped_steps:
+                raise DivergedError(
+                    f"{self.num_skipped_in_a_row} steps in a row were skipped, step {self.step + 1} because {reason}; "
+                    "lower optim.muon_lr and optim.adamw_lr, or check the data"
+                )
+        num_rows = section.bins_per_step * self.recipe.data.pack_tokens
+        self.step += 1
+        self.num_rows += num_rows
+        numbers = np.unique(np.concatenate([rows.problem for rows in bins]))
+        return {
+            "step": self.step,
+            **entry,
+            "grad_norm": norm,
+            **{f"{name}_lr": base * ratio for name, base in self.optimizers.base_lr.items()},
+            **({} if reason is None else {"skipped": reason}),
+            "num_skipped": self.num_skipped,
+            "num_left_out": self.stream.num_left_out,
+            "problems": numbers[numbers >= 0].tolist(),
+            "num_rows": self.num_rows,
+            "rows_per_s": round(num_rows / max(1e-9, time.monotonic() - began), 1),
+        }
+
+    def save(self) -> None:
+        """Write the state of this step; Ctrl-C waits for it."""
+        tensors = {f"param.{name}": tensor.detach() for name, tensor in self.params.items()} | self.optimizers.tensors()
+        counters = {name: getattr(self, name) for name in ("num_rows", "num_skipped", "num_skipped_in_a_row")}
+        with uninterrupted():
+            self.folder.save_state(self.step, tensors, {"stream": self.stream.state(), **counters})
+
+    def export(self) -> Path:
+        """Write the checkpoint of this step and return its folder."""
+        target = self.folder.path / "model"
+        tensors = {name: tensor.detach() for name, tensor in self.params.items()}
+        save_checkpoint(target, self.config, tensors, tokenizer_files=self.folder.path / "tokenizer")
+        return target
+
+    def _restore(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
+        saved = {name.removeprefix("param.") for name in tensors if name.startswith("param.")}
+        for name in {**self.params, **dict.fromkeys(saved)}:
+            found, wanted = tensors.get(f"param.{name}"), self.params.get(name)
+            if found is None or wanted is None or found.shape != wanted.shape:
+                raise RunFolderError(
+                    f"the state in {self.folder.states} is of another model ({name} differs); take another --run-dir"
+                )
+            with torch.no_grad():
+                wanted.copy_(found)
+        self.optimizers.restore(tensors)
+        self.stream.restore(extra["stream"])
+        self.step, self.num_rows = int(extra["step"]), int(extra["num_rows"])
+        # Absent from states of early versions.
+        self.num_skipped = int(extra.get("num_skipped", 0))
+        self.num_skipped_in_a_row = int(extra.get("num_skipped_in_a_row", 0))
+
+
+def accumulate_gradients(
+    params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int
+) -> dict[str, Any]:
+    """Add up the gradients of one step's micro-batches; the denominator is the whole step's."""
+    section, objective = recipe.optim, recipe.objective
+    denominator = float(sum(rows.weights.sum(dtype=np.float64) for rows in bins))
+    coins = generator(recipe.run.seed, step, COIN_STREAM).random(len(bins))
+    use_z = qwen3.has_residual(config)
+    total, reports = 0.0, []
+    for first in range(0, len(bins), section.bins_per_micro):
+        batch = Batch(bins[first : first + section.bins_per_micro])
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+            loss, report = batch_loss(
+                params, config, batch, self_condition=use_z and bool(coins[first] < objective.self_conditioning_p),
+                denominator=denominator,
+            )  # fmt: skip
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+        reports.append(report)
+    means = {}
+    for key in reports[0]:
+        known = [report[key] for report in reports if not math.isnan(report[key])]
+        if known:
+            means[key] = float(np.mean(known))
+    return {"loss": total, "denominator": denominator, **means}
+
+
+def _unusable(entry: Mapping[str, Any], norm: float) -> str | None:
+    """Why a step's gradient cannot be used, None if it can."""
+    if not entry["denominator"]:
+        return "no row has a target"
+    if not math.isfinite(entry["loss"]):
+        return "the loss is not finite"
+    if not math.isfinite(norm):
+        return "the gradient is not finite"
+    return None

@@ -1,0 +1,116 @@
+"""What only a real process shows: pipes, a reader that leaves, Ctrl-C, and a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parents[3] / "src"
+LONG = ("--max-tokens", "8000", "--ignore-eos")
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@pytest.fixture
+def spawn():
+    """Start `dlmrt` as a child; whatever is left of it is killed at the end of the test."""
+    children: list[subprocess.Popen] = []
+
+    def start(*arguments, **streams) -> subprocess.Popen:
+        environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"}
+        environment = {name: value for name, value in environment.items() if name not in ("NO_COLOR", "COLUMNS")}
+        child = subprocess.Popen([sys.executable, "-m", "dlmrt", *map(str, arguments)], env=environment, **streams)
+        children.append(child)
+        return child
+
+    yield start
+    for child in children:
+        child.kill()
+        child.wait()
+
+
+def _read_until(descriptor: int, wanted: str, *, timeout_s: float = 90) -> str:
+    """Read a terminal until `wanted` has come, or it was closed."""
+    text = ""
+    while wanted not in text and select.select([descriptor], [], [], timeout_s)[0]:
+        try:
+            piece = os.read(descriptor, 65536)
+        except OSError:  # Linux reports a closed terminal as an error
+            break
+        if not piece:
+            break
+        text += piece.decode("utf-8", "replace")
+    return text
+
+
+def test_echo_into_generate(tiny_model, engine):
+    command = f"echo hello | '{sys.executable}' -m dlmrt generate '{tiny_model}' - | cat"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command],
+        env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == engine.generate([{"role": "user", "content": "hello"}]).text + "\n"
+
+
+def test_interrupt_keeps_the_committed_text(tiny_model, engine, spawn):
+    """K49: Ctrl-C ends the running request; what was committed is complete on stdout."""
+    child = spawn("generate", tiny_model, "hello", *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    first = os.read(child.stdout.fileno(), 1)
+    child.send_signal(signal.SIGINT)
+    rest, stderr = child.communicate(timeout=90)
+    assert (child.returncode, stderr) == (130, b"")
+    text = (first + rest).decode("utf-8")
+    assert text.endswith("\n")
+    full = engine.generate([{"role": "user", "content": "hello"}], max_tokens=len(text) + 100, ignore_eos=True).text
+    assert full.startswith(text[:-1].rstrip("\ufffd"))
+    assert len(text) < 8000
+
+
+def test_reader_that_leaves_is_no_error_message(tiny_model, spawn):
+    child = spawn("generate", tiny_model, "hello", *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.read(child.stdout.fileno(), 1)
+    child.stdout.close()
+    stderr = child.stderr.read()
+    assert (child.wait(timeout=90), stderr) == (1, b"")
+
+
+def test_canvas_is_painted_on_the_terminal_and_text_goes_to_stdout(tiny_model, engine, spawn):
+    terminal, end = pty.openpty()
+    child = spawn("generate", tiny_model, "hello", "--show-canvas", "--max-tokens", "12", stdin=end,
+                  stdout=subprocess.PIPE, stderr=end)  # fmt: skip
+    os.close(end)
+    painted = _read_until(terminal, "\0")
+    stdout = child.stdout.read().decode("utf-8")
+    os.close(terminal)
+    assert child.wait(timeout=90) == 0
+    assert stdout == engine.generate([{"role": "user", "content": "hello"}], max_tokens=12).text + "\n"
+    plain = ESCAPE.sub("", painted)
+    assert "\u2591" in plain  # positions that are not decided
+    assert re.search(r"block 1  step 1  \d\.\d\d tokens/step", plain)
+    assert re.search(r"block 3 ", plain)
+    assert "\x1b[1;32m" in painted  # positions that a step decided
+
+
+def test_chat_survives_a_cancelled_answer(tiny_model, spawn):
+    terminal, end = pty.openpty()
+    child = spawn("chat", tiny_model, "--plain", *LONG, stdin=end, stdout=end, stderr=end, start_new_session=True)
+    os.close(end)
+    assert "is ready" in _read_until(terminal, "> ")
+    os.write(terminal, b"hello\n")
+    _read_until(terminal, "hello\r\n")
+    assert select.select([terminal], [], [], 90)[0]  # the answer has begun
+    child.send_signal(signal.SIGINT)
+    assert "cancelled" in _read_until(terminal, "> ")
+    os.write(terminal, b"/stats\n")
+    assert "cancelled (executor" in _read_until(terminal, "> ")
+    os.write(terminal, b"\x04")
+    assert child.wait(timeout=90) == 0
+    os.close(terminal)

@@ -1,0 +1,68 @@
+"""Imports point down, the core runs without torch, and importing it is cheap."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "transformers", "fastapi", "matplotlib")
+
+# Imports every module of dlmrt while torch, and what is not a core dependency, cannot be imported.
+WITHOUT_TORCH = """
+import importlib, pkgutil, sys
+
+class Block:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "reasoning_gym"):
+            raise ImportError(f"{name} is blocked")
+
+sys.meta_path.insert(0, Block())
+import dlmrt
+names = [m.name for m in pkgutil.walk_packages(dlmrt.__path__, "dlmrt.", onerror=lambda name: None)]
+for name in names:
+    if name == "dlmrt.__main__" or name == "dlmrt.ops.eager" or name.startswith("dlmrt.eager."):
+        continue
+    importlib.import_module(name)
+    print(name)
+"""
+
+IMPORT_SECONDS = "import time; start = time.process_time(); import dlmrt; print(time.process_time() - start)"
+HELP_SECONDS = """
+import resource, subprocess, sys
+subprocess.run([sys.executable, "-m", "dlmrt", "--help"], check=True, stdout=subprocess.DEVNULL)
+used = resource.getrusage(resource.RUSAGE_CHILDREN)
+print(used.ru_utime + used.ru_stime)
+"""
+
+
+def test_import_rules_hold(run_python, root):
+    lint = Path(sys.executable).parent / "lint-imports"
+    done = run_python(str(lint), "--no-cache")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "0 broken" in done.stdout
+
+
+def test_every_core_module_imports_without_torch(run_python):
+    done = run_python("-c", WITHOUT_TORCH)
+    assert done.returncode == 0, done.stderr
+    imported = done.stdout.split()
+    for name in ("dlmrt.cli", "dlmrt.decode.loop", "dlmrt.checkpoint.load", "dlmrt.models.qwen3", "dlmrt.ops.numerics"):
+        assert name in imported
+
+
+@pytest.mark.parametrize("module", ["dlmrt", "dlmrt.cli", "orl", "orl.cli"])
+def test_import_loads_nothing_heavy(run_python, module):
+    done = run_python("-c", f"import sys, {module}; print(*sys.modules)")
+    assert done.returncode == 0, done.stderr
+    loaded = set(done.stdout.split())
+    assert module in loaded
+    assert not loaded & {*HEAVY, "trackio", "wandb", "huggingface_hub", "jinja2", "tokenizers"}
+
+
+@pytest.mark.parametrize(("script", "budget_s"), [(IMPORT_SECONDS, 0.3), (HELP_SECONDS, 0.5)], ids=["import", "help"])
+def test_start_up_stays_within_its_budget(run_python, script, budget_s):
+    """Best of five, in processor time: on a quiet machine that is the time itself, on a busy one it still holds."""
+    best_s = min(float(run_python("-c", script).stdout) for _ in range(5))
+    assert best_s < budget_s
