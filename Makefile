@@ -9,7 +9,8 @@ BIN := .venv/bin
 STAMPS := .venv/.stamps
 RECIPES := tiny_ar tiny_mask tiny_uniform
 
-WORD_PROBLEM := Robin has 23 stickers. Robin buys 14 more and gives away 9. How many stickers does Robin have now?
+WORD_PROBLEM := There are 22 students playing basketball and twice that number playing badminton. There are 15 boys \
+	and 12 girls playing table tennis. If each student only participates in one group, how many students are there in total?
 CHAIN := State the final answer to the following arithmetic problem: 12 + 35 - 7 + 21 =
 
 .PHONY: setup demo test lint types unit train docs clean

@@ -31,6 +31,11 @@ class Environment:
     dtype: str = "auto"  # compute type; auto: the checkpoint's
     num_threads: int | None = None  # CPU threads; None: the executor's choice
     log_level: str = "warning"  # one of LOG_LEVELS
+    host: str = "127.0.0.1"  # of the server
+    port: int = 8000  # of the server; 0: a free one
+    api_key: str | None = None  # that requests to the server must carry
+    testing: bool = False  # allows `fault`
+    fault: str = ""  # faults that the server injects, see dlmrt.serve.faults; needs DLMRT_TESTING=1
 
     @classmethod
     def read(cls, variables: Mapping[str, str] | None = None) -> Environment:
@@ -49,17 +54,35 @@ class Environment:
         log_level = given.get("DLMRT_LOG_LEVEL", cls.log_level).lower()
         if log_level not in LOG_LEVELS:
             raise UsageError(f"DLMRT_LOG_LEVEL={log_level!r} is not a level; use one of {', '.join(LOG_LEVELS)}")
+        testing = given.get("DLMRT_TESTING", "0")
+        if testing not in ("0", "1"):
+            raise UsageError(f"DLMRT_TESTING={testing!r} is not a switch; set 0 or 1")
+        if "DLMRT_FAULT" in given and testing == "0":
+            raise UsageError("DLMRT_FAULT injects faults and needs DLMRT_TESTING=1; unset it to serve people")
         return cls(
             executor=given.get("DLMRT_EXECUTOR", cls.executor),
             dtype=given.get("DLMRT_DTYPE", cls.dtype),
-            num_threads=_positive("DLMRT_NUM_THREADS", given.get("DLMRT_NUM_THREADS")),
+            num_threads=_whole(given, "DLMRT_NUM_THREADS", low=1),
             log_level=log_level,
+            host=given.get("DLMRT_HOST", cls.host),
+            port=_port(given),
+            api_key=given.get("DLMRT_API_KEY"),
+            testing=testing == "1",
+            fault=given.get("DLMRT_FAULT", ""),
         )
 
 
-def _positive(name: str, value: str | None) -> int | None:
+def _whole(given: Mapping[str, str], name: str, *, low: int) -> int | None:
+    value = given.get(name)
     if value is None:
         return None
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise UsageError(f"{name}={value!r} is not a positive whole number; set e.g. {name}=1 or unset it")
+    if not value.isascii() or not value.isdigit() or int(value) < low:
+        raise UsageError(f"{name}={value!r} is not a whole number from {low} on; set e.g. {name}={low} or unset it")
     return int(value)
+
+
+def _port(given: Mapping[str, str]) -> int:
+    port = _whole(given, "DLMRT_PORT", low=0)
+    if port is not None and port > 65535:
+        raise UsageError(f"DLMRT_PORT={port} is not a port; set 0 to 65535 (0: a free one)")
+    return Environment.port if port is None else port

@@ -174,6 +174,23 @@ class TextEvent:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TokenLogprob:
+    """Natural log-probabilities at the forward that finalised a token; not an autoregressive likelihood."""
+
+    logprob: float  # of the token itself
+    top: tuple[tuple[int, float], ...] = ()  # (id, log-probability), most probable first; as many as were asked for
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokensEvent:
+    """The answer ids of one closed block, stop token included; over all blocks they are `GenerateResult.token_ids`."""
+
+    block_idx: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]  # one per id
+
+
+@dataclass(frozen=True, kw_only=True)
 class CanvasEvent:
     """The canvas after one denoising step."""
 

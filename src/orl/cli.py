@@ -142,10 +142,8 @@ def pretrain(
         typer.echo(model)
 
 
-def _held_out_evaluation(recipe: PretrainRecipe) -> Callable[[Path], dict[str, Any]] | None:
+def _held_out_evaluation(recipe: PretrainRecipe) -> Callable[[Path], dict[str, Any]]:
     """Callback for the trainer: verified rate per task on a few held-out prompts at the conservative setting."""
-    if recipe.objective.kind == "ar":
-        return None  # the engine decodes diffusion models only
     from dlmrt.decode.engine import Engine
     from orl.data import Mixture, held_out
     from orl.evaluate import Setting, evaluate

@@ -14,7 +14,7 @@ from types import FrameType
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Hold Ctrl-C back while the block runs and raise KeyboardInterrupt at its end; main thread only, else no effect."""
+    """Hold Ctrl-C back while the block runs, raise KeyboardInterrupt at its end; main thread only, else no effect."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

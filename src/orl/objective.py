@@ -33,7 +33,13 @@ class Batch:
         self.ids, self.positions, self.targets, self.weights = map(stack, ("ids", "positions", "targets", "weights"))
         self.segment, self.copy, self.block_start = map(stack, ("segment", "copy", "block_start"))
         self.is_unresolved = stack("is_unresolved")
+        self._predicted_by = stack("predicted_by").long()
         self.is_noisy = self.copy >= 0
+
+    def predictors(self, hidden: Tensor, which: Tensor) -> Tensor:
+        """Hidden states [R, D] of the rows that predict the rows `which` (bool [B, T]) of `hidden` [B, T, D]."""
+        bins = torch.arange(len(hidden)).unsqueeze(-1).expand_as(which)
+        return hidden[bins[which], self._predicted_by[which]]
 
     def attend(self, config: ModelConfig) -> ops.MaskedAttention:
         """Attention under the staircase of these rows."""
@@ -57,7 +63,7 @@ def batch_loss(
         where = where & batch.is_unresolved
     hidden = qwen3.forward(ops, params, config, batch.ids, batch.positions, attend, z=z, where=where)
     counted = batch.weights > 0
-    logits = qwen3.head(ops, params, config, hidden[counted])
+    logits = qwen3.head(ops, params, config, batch.predictors(hidden, counted))
     targets = batch.targets[counted]
     loss = weighted_cross_entropy(logits, targets, batch.weights[counted], denominator=denominator)
     hit = (logits.detach().argmax(-1) == targets).float()
@@ -70,7 +76,7 @@ def batch_loss(
 def _first_pass(params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, attend: ops.MaskedAttention) -> Tensor:
     """Residual z [B, T, D] of the noisy rows, 0 elsewhere."""
     hidden = qwen3.forward(ops, params, config, batch.ids, batch.positions, attend)
-    probs = qwen3.head(ops, params, config, hidden[batch.is_noisy]).float().softmax(-1)
+    probs = qwen3.head(ops, params, config, batch.predictors(hidden, batch.is_noisy)).float().softmax(-1)
     z = torch.zeros_like(hidden)
     z[batch.is_noisy] = qwen3.soft_embedding(ops, params, config, probs).to(z.dtype)
     return z

@@ -54,7 +54,8 @@ class Rows:
     segment: Int32  # place of the problem within the packed sequence; -1 on padding
     copy: Int32  # CLEAN, PAD, or number of the noisy copy
     block_start: Int32  # first position of the row's canvas; 0 on clean rows
-    targets: Int32  # id that the row's logits should predict
+    targets: Int32  # id that the row stands for: the next token on clean rows, the slot's own on noisy ones
+    predicted_by: Int32  # row whose logits predict `targets`: itself, or with logit_shift 1 the one before the slot
     weights: Float32  # factor of the row's cross-entropy; 0: no loss
     is_unresolved: Bool  # noisy rows whose id is noise
 
@@ -66,6 +67,7 @@ class Noise:
     canvas_length: int
     mask_token_id: int | None
     pad_token_id: int  # fills the last canvas right of the stop token
+    logit_shift: int = 0  # 1: the row before a slot predicts it, the last clean row before a canvas its first slot
     random_ids: Int32  # ids that uniform noise draws from
 
 
@@ -105,16 +107,19 @@ def problem_rows(example: Example, objective: ObjectiveSection, noise: Noise, se
             copy=np.full(total, CLEAN, dtype=np.int32),
             block_start=np.zeros(total, dtype=np.int32),
             targets=np.append(clean[1:], 0)[:total].astype(np.int32),
+            predicted_by=np.arange(total, dtype=np.int32),
             weights=weights,
             is_unresolved=np.zeros(total, dtype=np.bool_),
         )
     ]
     if objective.kind != "ar":
-        rows += _noisy_copies(example, objective, noise, seed)
+        rows += _noisy_copies(example, objective, noise, seed, first_row=total)
     return concatenate(rows)
 
 
-def _noisy_copies(example: Example, objective: ObjectiveSection, noise: Noise, seed: int) -> Iterator[Rows]:
+def _noisy_copies(
+    example: Example, objective: ObjectiveSection, noise: Noise, seed: int, *, first_row: int
+) -> Iterator[Rows]:
     rng = generator(seed, example.number, NOISE_STREAM)
     length, start = noise.canvas_length, len(example.prompt_ids)
     num_blocks = -(-len(example.response_ids) // length)
@@ -122,6 +127,7 @@ def _noisy_copies(example: Example, objective: ObjectiveSection, noise: Noise, s
     targets[: len(example.response_ids)] = example.response_ids
     base = np.where(np.arange(len(targets)) < len(example.response_ids), 1.0, objective.tail_weight).astype(np.float32)
     positions = start + np.arange(len(targets), dtype=np.int32)
+    block_start = (positions - (positions - start) % length).astype(np.int32)
     level: Float32 = np.empty(0, dtype=np.float32)
     is_noise: Bool = np.empty(0, dtype=np.bool_)
     for copy in range(objective.copies):
@@ -140,14 +146,20 @@ def _noisy_copies(example: Example, objective: ObjectiveSection, noise: Noise, s
                 weights = weights / np.maximum(level, objective.t_min)
         else:
             ids = np.where(is_noise, rng.choice(noise.random_ids, size=len(targets)), targets)
+        predicted_by = first_row + copy * len(targets) + np.arange(len(targets))
+        if noise.logit_shift:
+            assert start, "slot 0 is predicted by the token before it; chat templates write at least one"
+            # Clean rows come first and row = position there.
+            predicted_by = np.where(positions == block_start, block_start - 1, predicted_by - 1)
         yield Rows(
             problem=np.full(len(targets), example.number, dtype=np.int32),
             ids=ids.astype(np.int32),
             positions=positions,
             segment=np.zeros(len(targets), dtype=np.int32),
             copy=np.full(len(targets), copy, dtype=np.int32),
-            block_start=(start + np.arange(len(targets)) // length * length).astype(np.int32),
+            block_start=block_start,
             targets=targets,
+            predicted_by=predicted_by.astype(np.int32),
             weights=weights.astype(np.float32),
             is_unresolved=is_noise,
         )
@@ -181,8 +193,12 @@ def pack(problems: Sequence[Rows], length: int) -> list[Rows]:
 
 
 def _fill(content: list[Rows], length: int) -> Rows:
-    numbered = [replace(r, segment=np.full(len(r.ids), i, dtype=np.int32)) for i, r in enumerate(content)]
-    free = length - sum(len(r.ids) for r in content)
+    numbered, used = [], 0
+    for i, rows in enumerate(content):
+        segment = np.full(len(rows.ids), i, dtype=np.int32)
+        numbered.append(replace(rows, segment=segment, predicted_by=rows.predicted_by + np.int32(used)))
+        used += len(rows.ids)
+    free = length - used
     zeros = np.zeros(free, dtype=np.int32)
     padding = Rows(
         problem=np.full(free, -1, dtype=np.int32),
@@ -192,6 +208,7 @@ def _fill(content: list[Rows], length: int) -> Rows:
         copy=np.full(free, PAD, dtype=np.int32),
         block_start=zeros,
         targets=zeros,
+        predicted_by=np.arange(used, length, dtype=np.int32),
         weights=np.zeros(free, dtype=np.float32),
         is_unresolved=np.zeros(free, dtype=np.bool_),
     )

@@ -37,11 +37,13 @@ class ModelSection:
     max_position_embeddings: int = 1024
     rope_theta: float = 10_000.0
     canvas_length: int = 32
+    logit_shift: int = 0  # 1: keep the auto-regressive head's offset, which a small model converts with least loss
     residual_intermediate_size: int = 512  # width of the residual adapter; 0: no residual pathway
 
     def __post_init__(self) -> None:
         _check_range(self, "residual_intermediate_size", 0)
         _check_range(self, "canvas_length", 1)
+        _check_range(self, "logit_shift", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from dlmrt.checkpoint.hub import resolve
 from dlmrt.checkpoint.load import load_params, open_checkpoint
 from dlmrt.decode.text import TextCodec
 from dlmrt.models import qwen3
-from dlmrt.models.config import DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig, check_config
+from dlmrt.models.config import AUTOREGRESSIVE, DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig, check_config
 from orl.data import prepare_tokenizer
 from orl.errors import RecipeError
 from orl.packing import Noise
@@ -50,15 +50,16 @@ def model_config(recipe: PretrainRecipe, codec: TextCodec) -> ModelConfig:
             raise RecipeError(f'the tokenizer has no {token!r}; train one (data.tokenizer = ""), or add the token')
         return int(found)
 
-    diffusion = None
+    diffusion = AUTOREGRESSIVE
     if kind != "ar":
         width = shape.residual_intermediate_size
         diffusion = DiffusionConfig(
             canvas_length=shape.canvas_length,
             noise=kind,
             mask_token_id=token_id(MASK_TOKEN) if kind == "mask" else None,
+            logit_shift=shape.logit_shift,
             residual=ResidualConfig(kind="gated_mlp" if width else "none", intermediate_size=width),
-            commit_rule="threshold",
+            commit_rule="threshold" if kind == "mask" else "entropy_bound",
         )
     config = ModelConfig(
         architecture="Qwen3ForCausalLM",
@@ -73,7 +74,7 @@ def model_config(recipe: PretrainRecipe, codec: TextCodec) -> ModelConfig:
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=shape.rope_theta),
         tie_word_embeddings=True,
-        eos_token_ids=(token_id(END_TOKEN),),
+        eos_token_ids=(token_id(END_TOKEN), token_id(PAD_TOKEN)),  # padding fills canvases right of the end
         pad_token_id=token_id(PAD_TOKEN),
         bos_token_id=None,
         dtype="bfloat16",
@@ -130,5 +131,6 @@ def noise_of(config: ModelConfig, codec: TextCodec) -> Noise:
         canvas_length=diffusion.canvas_length if diffusion else 1,
         mask_token_id=diffusion.mask_token_id if diffusion else None,
         pad_token_id=config.pad_token_id,
+        logit_shift=diffusion.logit_shift if diffusion else 0,
         random_ids=np.setdiff1d(np.arange(config.vocab_size), list(codec.special_ids)).astype(np.int32),
     )

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-MARKED = re.findall(r"<!-- run -->\n```bash\n(.*?)```", README, flags=re.DOTALL)
+MARKED = re.findall(r"<!-- run -->\n```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
 FOLDERS = ("src", "tests", "docs", "scripts", "recipes", "benchmarks", ".ci", ".github")
 BUILT = {"__pycache__", "dlmrt.egg-info", "build"}
 # Split, so that this file does not match itself.
@@ -33,15 +33,16 @@ def test_cli_page_is_fresh(run_python):
 
 
 def test_readme_has_commands_to_run():
-    assert len(MARKED) >= 2
+    assert {language for language, _ in MARKED} == {"bash", "python"}
 
 
-@pytest.mark.parametrize("block", MARKED, ids=lambda block: block.split("\n", 1)[0][:40])
-def test_readme_commands_run(block, tmp_path):
+@pytest.mark.parametrize(("language", "block"), MARKED, ids=range(len(MARKED)))
+def test_readme_commands_run(language, block, tmp_path):
     """Each marked block runs in an empty folder and prints something."""
+    command = ["bash", "-euo", "pipefail", "-c"] if language == "bash" else [sys.executable, "-c"]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block],
+        [*command, block],
         env=environment, cwd=tmp_path, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -1,6 +1,7 @@
 """Public names and command-line options are frozen: a change must be wanted, and tell users how to migrate.
 
-The lists lie in tests/repo/frozen. When a change is wanted, edit the list by hand and add a line to CHANGELOG.md.
+The lists lie in tests/repo/frozen. When a change is wanted, run `python tests/repo/test_frozen.py`, read the difference
+and add a line to CHANGELOG.md.
 """
 
 from __future__ import annotations
@@ -17,24 +18,17 @@ import typer
 FROZEN = Path(__file__).parent / "frozen"
 
 
-def _compare(name: str, lines: list[str]) -> None:
-    frozen = (FROZEN / name).read_text(encoding="utf-8").splitlines()
-    changed = [line for line in difflib.ndiff(frozen, lines) if line[0] in "+-"]
-    assert not changed, f"tests/repo/frozen/{name} differs:\n" + "\n".join(changed)
-
-
-@pytest.mark.parametrize("program", ["dlmrt", "orl"])
-def test_command_line_options(program):
+def _options(program: str) -> list[str]:
     command = typer.main.get_command(importlib.import_module(f"{program}.cli").app)
     lines = []
     for verb, sub in {"": command, **command.commands}.items():
         for parameter in sub.params:
-            spellings = [*parameter.opts, *parameter.secondary_opts]
-            lines.append(f"{program} {verb} {' '.join(spellings)}".replace("  ", " "))
-    _compare(f"options_{program}.txt", lines)
+            words = [program, verb, *parameter.opts, *parameter.secondary_opts]
+            lines.append(" ".join(word for word in words if word))
+    return lines
 
 
-def test_public_names():
+def _names() -> list[str]:
     import dlmrt
     from dlmrt import errors, types
 
@@ -49,4 +43,23 @@ def test_public_names():
     for name, value in sorted(vars(errors).items()):
         if inspect.isclass(value) and value.__module__ == errors.__name__:
             lines.append(f"dlmrt.errors.{name}({', '.join(base.__name__ for base in value.__bases__)})")
-    _compare("public_names.txt", lines)
+    return lines
+
+
+LISTS = {
+    "options_dlmrt.txt": lambda: _options("dlmrt"),
+    "options_orl.txt": lambda: _options("orl"),
+    "public_names.txt": _names,
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_list_is_as_frozen(name):
+    frozen = (FROZEN / name).read_text(encoding="utf-8").splitlines()
+    changed = [line for line in difflib.ndiff(frozen, LISTS[name]()) if line[0] in "+-"]
+    assert not changed, f"tests/repo/frozen/{name} differs:\n" + "\n".join(changed)
+
+
+if __name__ == "__main__":
+    for name, lines in LISTS.items():
+        (FROZEN / name).write_text("\n".join(lines()) + "\n", encoding="utf-8")

@@ -39,7 +39,7 @@ def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
     folder = Path(name).expanduser()
     if isinstance(name_or_path, str) and name in embedded_models():
         folder = EMBEDDED / name
-    elif not folder.is_dir():
+    elif not (name and folder.is_dir()):
         if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
             raise _not_found(name, f"{name!r} is neither an embedded model nor a folder")
         return _download(name, revision)

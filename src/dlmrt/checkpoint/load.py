@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.checkpoint.tensorfile import StoredTensor, read_tensors, to_float32, to_torch
-from dlmrt.errors import CheckpointError, UsageError, nearest
+from dlmrt.errors import CheckpointError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models import qwen3
 from dlmrt.models.config import ModelConfig, check_config, load_config, read_json
 
@@ -104,6 +104,8 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a folder in Hugging Face layout")
     config = load_config(folder)
+    if read_json(folder / "config.json").get("quantization_config"):
+        raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read; use a bfloat16 one")
     generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
     config = dataclasses.replace(config, eos_token_ids=_eos_token_ids(generation, config, folder))
     check_config(config, str(folder))

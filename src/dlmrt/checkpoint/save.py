@@ -2,7 +2,8 @@
 
 A checkpoint is replaced as a whole or not at all: everything is written and synced under a temporary name beside the
 target and exchanged with it in one rename, so that a crash or a full disk leaves the previous checkpoint as it was.
-Output depends on the arguments alone: saving what was loaded gives the same bytes.
+A killed process leaves its hidden, unfinished ".tmp" folder there. Output depends on the arguments alone: saving what
+was loaded gives the same bytes.
 
 Left out on purpose: optimizer state and logs; a checkpoint folder holds nothing but the checkpoint.
 

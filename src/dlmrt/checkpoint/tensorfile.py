@@ -91,7 +91,7 @@ def encode(values: StoredTensor | npt.NDArray[Any] | torch.Tensor, dtype: str) -
             return values.raw()
         values = to_float32(values)
     if isinstance(values, np.ndarray):
-        values = np.ascontiguousarray(values, dtype=np.float32)
+        values = np.asarray(values, dtype=np.float32, order="C")
         return _bfloat16_bits(values) if dtype == "bfloat16" else values.astype(np.dtype(dtype), copy=False)
     import torch
 

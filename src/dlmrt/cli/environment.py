@@ -73,6 +73,7 @@ def environment_report() -> dict[str, Any]:
         UsageError: a `DLMRT_*` variable does not exist or does not parse.
     """
     settings = dataclasses.asdict(Environment.read())
+    settings["api_key"] = "not set" if settings["api_key"] is None else "set"  # a report is made to be shown
     in_effect = {f"{PREFIX}{name.upper()}": "auto" if value is None else value for name, value in settings.items()}
     return {
         "dlmrt": dlmrt.__version__,

@@ -1,14 +1,9 @@
 """Options that verbs share: the model and how to run it, and one option per field of `DecodeConfig`.
 
 Decode options are made from the dataclass, so a new field becomes an option, a key of `--decode-config` and of `/set`
-by adding its line to `HELP`. `ALIASES` are the spellings of other engines; two spellings that disagree are refused.
-Ranges are checked where the settings are used (dlmrt.decode), types here.
+by adding its line to `HELP`. Spellings of other engines come from dlmrt.decode.aliases.
 
-Left out on purpose: spellings whose meaning differs between engines or that name another quantity, e.g. a total
-number of steps. `confidence_threshold` is the commit threshold, as everywhere except in DiffusionGemma's
-`stopping_config`, where it is `stop_entropy`.
-
-Source: ours; aliases as read in SGLang 0.5.23, vLLM 0.33.0, lmdeploy 0.18.0, transformers 5.24.0, diffusers 0.42.1.
+Source: ours.
 """
 
 from __future__ import annotations
@@ -26,7 +21,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from dlmrt.errors import UnknownOptionError, UsageError, nearest
+from dlmrt.decode.aliases import ALIASES, CANONICAL, canonical_settings, is_tuple, scalar_type
+from dlmrt.errors import UsageError
 from dlmrt.types import DecodeConfig
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -56,28 +52,6 @@ HELP = {
     "ignore_eos": "Go on past the end-of-text tokens.",
     "use_residual": "Feed each step's prediction into the next one, where the checkpoint can.",
 }
-ALIASES = {
-    "canvas_length": ("block_size", "block_length", "dllm_block_length"),
-    "threshold": ("confidence_threshold", "accept_threshold", "dynamic_threshold", "dllm_confidence_threshold"),
-    "edit_threshold": ("editing_threshold",),
-    "max_post_edit_steps": ("max_post_steps",),
-    "min_commit": ("num_to_transfer", "minimal_topk"),
-    "max_denoising_steps": (
-        "steps",
-        "denoising_steps",
-        "num_denoising_steps",
-        "num_inference_steps",
-        "dllm_denoising_steps",
-    ),
-    "entropy_bound": ("eb_threshold", "sampler_config.entropy_bound"),
-    "t_min": ("temperature_schedule.t_min",),
-    "t_max": ("temperature_schedule.t_max",),
-    "stop_entropy": ("stopping_config.confidence_threshold",),
-    "stability_threshold": ("stopping_config.stability_threshold",),
-    "max_tokens": ("max_new_tokens", "max_completion_tokens"),
-}
-_CANONICAL = {name: name for name in HELP} | {alias: name for name, known in ALIASES.items() for alias in known}
-_TYPES = typing.get_type_hints(DecodeConfig)
 
 ModelOption = Annotated[
     str | None, typer.Option("--model", "--model-path", help="Model: name, folder or hub id; instead of MODEL.")
@@ -119,29 +93,17 @@ def with_decode_options(command: Command) -> Command:
 def _option(name: str) -> inspect.Parameter:
     spellings = [name, *(alias for alias in ALIASES.get(name, ()) if "." not in alias)]
     flags = [f"--{spelling.replace('_', '-')}" for spelling in spellings]
-    kind = _scalar_type(name)
+    kind = scalar_type(name)
     if kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
-    metavar = f"<{kind.__name__}>" if _is_tuple(name) else None
-    annotation = list[kind] if _is_tuple(name) else kind  # type: ignore[valid-type]
+    metavar = f"<{kind.__name__}>" if is_tuple(name) else None
+    annotation = list[kind] if is_tuple(name) else kind  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
         annotation=Annotated[annotation | None, typer.Option(*flags, metavar=metavar, help=HELP[name])],
     )
-
-
-def _is_tuple(name: str) -> bool:
-    return typing.get_origin(_TYPES[name]) is tuple
-
-
-def _scalar_type(name: str) -> type:
-    """The field's type without `None` and without the tuple around it."""
-    hint = _TYPES[name]
-    if isinstance(hint, types.UnionType):
-        (hint,) = (part for part in typing.get_args(hint) if part is not types.NoneType)
-    return typing.cast(type, typing.get_args(hint)[0] if typing.get_origin(hint) is tuple else hint)
 
 
 def _frozen(value: Any) -> Any:
@@ -186,46 +148,6 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def canonical_settings(raw: Mapping[str, Any], *, source: str) -> dict[str, Any]:
-    """Map keys (aliases, nested sections) to field names of `DecodeConfig` and check the types of their values.
-
-    A value of None leaves the setting to the checkpoint. Raises as `read_decode_file`; `source` names the origin.
-    """
-    flat: dict[str, Any] = {}
-    for key, value in raw.items():
-        flat |= {f"{key}.{inner}": v for inner, v in value.items()} if isinstance(value, dict) else {key: value}
-    settings: dict[str, Any] = {}
-    for key, value in flat.items():
-        name = _CANONICAL.get(key)
-        if name is None:
-            raise UnknownOptionError(f"{source}: unknown decode setting {key!r}{nearest(key, _CANONICAL)}")
-        if value is None:
-            continue
-        checked = _checked(name, value, f"{source}: {key}")
-        if settings.setdefault(name, checked) != checked:
-            raise UsageError(
-                f"{source}: {name} is given twice, {settings[name]!r} and {checked!r}; remove one spelling"
-            )
-    return settings
-
-
-def _checked(name: str, value: Any, where: str) -> Any:
-    kind = _scalar_type(name)
-    if _is_tuple(name):
-        values = value if isinstance(value, list) else [value]
-        return tuple(_checked_scalar(kind, item, where) for item in values)
-    return _checked_scalar(kind, value, where)
-
-
-def _checked_scalar(kind: type, value: Any, where: str) -> Any:
-    words = {float: "a number", int: "a whole number", str: "text", bool: "true or false"}
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not kind:
-        raise UsageError(f"{where} is {value!r}; it must be {words[kind]}")
-    return value
-
-
 def decode_config(file: Path | None, given: Mapping[str, Any]) -> DecodeConfig:
     """Settings of `file` with those `given` on the command line on top."""
     return DecodeConfig(**{**(read_decode_file(file) if file else {}), **given})
@@ -237,8 +159,8 @@ def changed_setting(config: DecodeConfig, key: str, text: str) -> DecodeConfig:
         value = json.loads(text)
     except ValueError:
         value = text
-    name = _CANONICAL.get(key.replace("-", "_"), key)
-    if name in HELP and _scalar_type(name) is str and not isinstance(value, list | types.NoneType):
+    name = CANONICAL.get(key.replace("-", "_"), key)
+    if name in HELP and scalar_type(name) is str and not isinstance(value, list | types.NoneType):
         value = text
     settings = canonical_settings({name: value}, source="/set")
     default = {field.name: field.default for field in dataclasses.fields(DecodeConfig)}

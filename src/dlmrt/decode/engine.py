@@ -13,10 +13,7 @@ import dataclasses
 import importlib
 import importlib.util
 import threading
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -25,38 +22,32 @@ import numpy as np
 
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
-from dlmrt.decode.loop import BlockEvent, LoopRequest, PrefillEvent, StepEvent, decode, prefill
+from dlmrt.decode.answer import Reply, Trace
+from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, decode, prefill
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
 from dlmrt.decode.text import StopMatcher, TextCodec
+from dlmrt.decode.tokens import TokenTrace
 from dlmrt.errors import ContextLengthError, MissingDependencyError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.types import (
     CanvasEvent,
     DecodeConfig,
     Denoiser,
-    EndReason,
-    FinishReason,
     Float32,
-    ForwardRecord,
     GenerateResult,
-    Int32,
     Message,
-    RequestRecord,
-    StepState,
     TextEvent,
-    Usage,
+    TokensEvent,
 )
 
 Prompt = str | Sequence[int] | Sequence[Message]
+StreamEvent = TextEvent | CanvasEvent | TokensEvent | GenerateResult
 
 # In the order in which "auto" tries them: module with `load_denoiser`, package it needs, extra that brings it.
 EXECUTORS: dict[str, tuple[str, str, str]] = {"eager": ("dlmrt.eager.executor", "torch", "train")}
 
 _OPEN_SLOT = "\u2591"
-_FINISH: dict[EndReason, FinishReason] = {
-    "eos": "stop", "stop_token": "stop", "stop_string": "stop", "max_tokens": "length", "cancelled": "cancelled",
-}  # fmt: skip
 
 
 def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_threads: int | None) -> Denoiser:
@@ -171,9 +162,9 @@ class Engine:
         return result
 
     def stream(
-        self, prompt: Prompt, config: DecodeConfig | None = None, *, canvas: bool = False, record: bool = False,
-        cancel: threading.Event | None = None, **overrides: Any,
-    ) -> Iterator[TextEvent | CanvasEvent | GenerateResult]:  # fmt: skip
+        self, prompt: Prompt, config: DecodeConfig | None = None, *, canvas: bool = False, tokens: bool = False,
+        num_top_logprobs: int = 0, record: bool = False, cancel: threading.Event | None = None, **overrides: Any,
+    ) -> Iterator[StreamEvent]:  # fmt: skip
         """As `generate`, event by event; the result is the last item and its text equals the joined TextEvents.
 
         At least one TextEvent a finished block that adds text. Held back: what could still become a stop string and
@@ -181,15 +172,19 @@ class Engine:
 
         Args:
             canvas: also yield the canvas after every denoising step.
+            tokens: also yield the ids of every closed block with their log-probabilities.
+            num_top_logprobs: with `tokens`, also the log-probabilities of that many most probable ids.
         """
         prompt_ids = self._prompt_ids(prompt)
         settings = self._fit(self.settings(config, **overrides), len(prompt_ids), with_overrides(config, overrides))
-        reply = _Reply(StopMatcher(settings.stop), self.tokenizer)
+        reply = Reply(StopMatcher(settings.stop), self.tokenizer)
         request = LoopRequest(
             prompt_S=np.array(prompt_ids, dtype=np.int32), settings=settings, diffusion=self._diffusion,
             banned=self._banned, allowed=self._allowed, cancel=cancel or threading.Event(), watch=reply.push,
+            with_probs=tokens and num_top_logprobs > 0,
         )  # fmt: skip
-        return self._run(request, reply, canvas=canvas, record=record)
+        token_trace = TokenTrace(num_top_logprobs) if tokens else None
+        return self._run(request, reply, token_trace, canvas=canvas, record=record)
 
     def logits(self, context_ids: Sequence[int], canvas_ids: Sequence[int], residual: Float32 | None = None) -> Float32:
         """Logits float32 [L, V] of one canvas behind a committed context, as the loop would see them.
@@ -257,28 +252,33 @@ class Engine:
         )
 
     def _run(
-        self, request: LoopRequest, reply: _Reply, *, canvas: bool, record: bool
-    ) -> Iterator[TextEvent | CanvasEvent | GenerateResult]:
+        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool
+    ) -> Iterator[StreamEvent]:
         with self._lock:
             denoiser = self._open_denoiser()
             self._running = request.cancel
-            trace = _Trace(request)
+            trace = Trace(request)
             loop = decode(denoiser, request)
             try:
                 for event in loop:
                     trace.add(event, record=record)
                     if canvas and isinstance(event, StepEvent):
                         yield self._canvas_event(event)
+                    if token_trace is not None and isinstance(event, StepEvent):
+                        token_trace.step(event)
+                    if token_trace is not None and isinstance(event, BlockEvent):
+                        yield token_trace.close(event)
                     if text := reply.take():
                         yield TextEvent(text=text)
                 if trace.end_reason != "stop_string" and reply.finish():
                     trace.end_reason = "stop_string"
                 if text := reply.take():
                     yield TextEvent(text=text)
-                yield trace.result(reply.text, denoiser)
+                result = trace.result(reply.text, denoiser)
             finally:
                 loop.close()
                 self._running = None
+        yield result  # the next caller need not wait until this iterator is exhausted
 
     def _canvas_event(self, event: StepEvent) -> CanvasEvent:
         after = event.after
@@ -294,101 +294,3 @@ class Engine:
             is_unresolved_L=after.is_open_L, changed_L=after.committed_L & (after.canvas_L != event.state.canvas_L),
             confidence_L=event.prediction.confidence_L, text=text,
         )  # fmt: skip
-
-
-class _Reply:
-    """Turns settled ids into text, holding back what is not certain yet."""
-
-    def __init__(self, stops: StopMatcher, codec: TextCodec) -> None:
-        self._stops, self._decoder = stops, codec.incremental()
-        self._given: list[str] = []
-        self._ready: list[str] = []
-
-    def push(self, ids: list[int]) -> int | None:
-        """Take settled ids; the number of them that count when a stop string is complete, else None."""
-        for count, token in enumerate(ids, start=1):
-            emit, is_matched = self._stops.push(self._decoder.push([token]))
-            self._ready.append(emit)
-            if is_matched:
-                return count
-        return None
-
-    def take(self) -> str:
-        """Text that became certain since the last call."""
-        text = "".join(self._ready)
-        self._ready.clear()
-        self._given.append(text)
-        return text
-
-    def finish(self) -> bool:
-        """The answer has ended otherwise: make the rest ready; whether that rest held a stop string."""
-        emit, is_matched = self._stops.push(self._decoder.finish())
-        rest, is_matched = self._stops.flush() if not is_matched else ("", True)
-        self._ready += [emit, rest]
-        return is_matched
-
-    @property
-    def text(self) -> str:
-        """All text taken so far."""
-        return "".join(self._given)
-
-
-@dataclass
-class _Trace:
-    """Collects what the loop reports into counts, times and the record."""
-
-    request: LoopRequest
-    began: float = field(default_factory=time.perf_counter)
-    prefilled: float = 0.0
-    first_block: float = 0.0
-    forwards: list[ForwardRecord] = field(default_factory=list)
-    states: list[StepState] = field(default_factory=list)
-    blocks: list[Int32] = field(default_factory=list)
-    answer: list[int] = field(default_factory=list)
-    num_blocks: int = 0
-    end_reason: EndReason = "cancelled"
-
-    def add(self, event: PrefillEvent | StepEvent | BlockEvent, *, record: bool) -> None:
-        """Count one event; states and blocks are kept only with `record`."""
-        if isinstance(event, PrefillEvent):
-            self.prefilled = time.perf_counter()
-            self.forwards += event.forwards
-        elif isinstance(event, StepEvent):
-            if record:
-                self.states.append(event.state)
-        else:
-            self.first_block = self.first_block or time.perf_counter()
-            self.forwards += event.forwards
-            self.answer += event.answer
-            self.num_blocks += bool(event.forwards)
-            if record and event.forwards:
-                self.blocks.append(event.ids_L)
-            self.end_reason = event.end_reason or self.end_reason
-
-    def result(self, text: str, denoiser: Denoiser) -> GenerateResult:
-        """The finished answer; called after the last block event."""
-        ended, settings = time.perf_counter(), self.request.settings
-        by_kind = Counter(forward.kind for forward in self.forwards)
-        usage = Usage(
-            prompt_tokens=len(self.request.prompt_S),
-            completion_tokens=len(self.answer),
-            num_prefill_forwards=by_kind["prefill"],
-            num_denoise_steps=by_kind["denoise"],
-            num_commit_forwards=by_kind["commit"],
-            num_blocks=self.num_blocks,
-            num_edits=sum(forward.num_edits for forward in self.forwards),
-            prefill_s=self.prefilled - self.began,
-            decode_s=ended - self.prefilled,
-            time_to_first_block_s=self.first_block - self.began,
-            total_s=ended - self.began,
-        )
-        record = RequestRecord(
-            seed=settings.seed, executor=denoiser.name, dtype=denoiser.dtype, commit_rule=settings.commit_rule,
-            end_reason=self.end_reason, forwards=tuple(self.forwards), num_blocks=self.num_blocks,
-            num_cached_prompt_tokens=0, settings=settings.as_dict(),
-            prompt_token_ids=tuple(self.request.prompt_S.tolist()),
-            states=tuple(self.states), blocks=tuple(self.blocks),
-        )  # fmt: skip
-        return GenerateResult(
-            text=text, token_ids=tuple(self.answer), finish_reason=_FINISH[self.end_reason], usage=usage, record=record
-        )

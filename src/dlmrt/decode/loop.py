@@ -53,6 +53,7 @@ class LoopRequest:
     banned: Int32  # ids that may not be predicted or drawn as noise
     allowed: Int32  # the others, in ascending order
     cancel: threading.Event = field(default_factory=threading.Event)
+    with_probs: bool = False  # every StepEvent carries the whole distribution
     watch: Watch | None = None  # gets each settled run of ids; returns how many of them count if the text ends there
 
 
@@ -173,7 +174,7 @@ class _Block:
             # 5. Predict.
             prediction = predict(
                 logits_LV, self._sampling(temperature), self.request.banned, block=self.block_idx, step=step,
-                with_probs=has_residual, open_L=~before.is_pinned_L if self.is_redrawn else before.is_open_L,
+                with_probs=has_residual or self.request.with_probs, open_L=~before.is_pinned_L if self.is_redrawn else before.is_open_L,
             )  # fmt: skip
             # 6. Commit.
             after = RULES[settings.commit_rule](settings, before, prediction)

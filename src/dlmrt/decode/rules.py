@@ -146,17 +146,18 @@ def entropy_bound_step(settings: ResolvedDecode, state: BlockState, prediction: 
     changed_L = free_L if is_first else answer_L != state.answer_L
     num_repeats = 0 if changed_L.any() else state.num_repeats + 1
     is_sure = float(prediction.entropy_L[free_L].mean(dtype=np.float64)) < settings.stop_entropy
+    is_last = state.step + 1 >= settings.max_denoising_steps
+    is_done = is_last or (is_sure and num_repeats >= settings.stability_threshold)
     return replace(
         state,
-        canvas_L=np.where(accepted_L, prediction.token_L, state.canvas_L),
+        canvas_L=answer_L if is_done else np.where(accepted_L, prediction.token_L, state.canvas_L),
         answer_L=answer_L,
-        is_open_L=free_L & ~accepted_L,
+        is_open_L=free_L & ~accepted_L & (not is_done),
         committed_L=accepted_L,
         changed_L=changed_L,
         step=state.step + 1,
         num_repeats=num_repeats,
-        is_done=state.step + 1 >= settings.max_denoising_steps
-        or (is_sure and num_repeats >= settings.stability_threshold),
+        is_done=is_done,
     )
 
 

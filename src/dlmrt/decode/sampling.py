@@ -53,13 +53,17 @@ class Prediction:
 
 
 def banned_ids(config: ModelConfig, tokenizer_vocab_size: int) -> Int32:
-    """Ids that may never be predicted or drawn as noise: the mask token and head rows beyond the tokenizer's ids.
+    """Ids that may never be predicted or drawn as noise.
 
-    The pad token is not among them: models are trained to fill a canvas with it right of the stop token.
+    These are the mask token, head rows that the tokenizer does not know, and in mask models a padding token that is no
+    EOS id. Padding that is one stays and ends the answer; uniform models keep it, as their reference decoders do.
     """
-    unknown = np.arange(min(tokenizer_vocab_size, config.vocab_size), config.vocab_size)
-    mask = config.diffusion.mask_token_id if config.diffusion is not None else None
-    return np.union1d(unknown, [] if mask is None else [mask]).astype(np.int32)
+    banned = set(range(min(tokenizer_vocab_size, config.vocab_size), config.vocab_size))
+    if config.diffusion is not None and config.diffusion.mask_token_id is not None:
+        banned.add(config.diffusion.mask_token_id)
+        if config.pad_token_id is not None and config.pad_token_id not in config.eos_token_ids:
+            banned.add(config.pad_token_id)
+    return np.array(sorted(banned), dtype=np.int32)
 
 
 def predict(

@@ -26,7 +26,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError, meta, nodes
+from jinja2 import Template, TemplateError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -113,8 +113,10 @@ class TextCodec:
     @cached_property
     def template_options(self) -> frozenset[str]:
         """Names that the chat template reads, such as ``enable_thinking``."""
-        environment = _environment()
-        return frozenset(meta.find_undeclared_variables(environment.parse(self._source or "")))
+        if self._source is None:
+            return frozenset()
+        environment = self._template.environment
+        return frozenset(meta.find_undeclared_variables(environment.parse(self._source)))
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with what the tokenizer itself adds (BOS, once, if it adds one).
@@ -136,7 +138,7 @@ class TextCodec:
             UsageError: there is no template, it refuses the messages, or it transforms special-token text of theirs.
             UnknownOptionError: an option that the template does not read.
         """
-        for name in template_options:
+        for name in template_options if self.has_template else ():
             if name not in self.template_options:
                 raise UnknownOptionError(
                     f"the chat template does not read {name!r}{nearest(name, self.template_options)}"
@@ -177,23 +179,23 @@ class TextCodec:
     def _render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]
     ) -> str:
-        if self._source is None:
-            raise UsageError(
-                "this checkpoint has no chat template; send a plain prompt, or add chat_template.jinja to its folder"
-            )
+        template = self._template
         if not messages:
             raise UsageError("a conversation needs at least one message")
         # A key with the value None would be rendered as "None"; templates handle its absence.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, **self.variables, **options}
         try:
-            return str(self._template.render(messages=given, add_generation_prompt=add_generation_prompt, **values))
+            return str(template.render(messages=given, add_generation_prompt=add_generation_prompt, **values))
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
             raise UsageError(f"the chat template refuses these messages: {error}; check roles and contents") from error
 
     @cached_property
-    def _template(self) -> Any:
-        assert self._source is not None
+    def _template(self) -> Template:
+        if self._source is None:
+            raise UsageError(
+                "this checkpoint has no chat template; send a plain prompt, or add chat_template.jinja to its folder"
+            )
         try:
             return _environment().from_string(self._source)
         except TemplateError as error:

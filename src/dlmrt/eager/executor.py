@@ -16,7 +16,8 @@ Source: ours; the shift rule (slot 0 reads the last committed row) as in SJTU-DE
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import cast
 
 import numpy as np
 import torch
@@ -24,10 +25,13 @@ from torch import Tensor
 
 from dlmrt.checkpoint.load import Checkpoint, load_params
 from dlmrt.errors import UsageError
-from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.ops import eager
+from dlmrt.ops.spec import Ops
 from dlmrt.types import Bool, Float32, Int32
+
+_OPS = cast(Ops, eager)
 
 
 class EagerDenoiser:
@@ -44,17 +48,18 @@ class EagerDenoiser:
         self.config = config
         self.diffusion = _diffusion(config)
         self.vocab_size = config.vocab_size
-        self.has_residual = qwen3.has_residual(config)
+        self._family = family_of(config)
+        self.has_residual = self._family.has_residual(config)
         self._params = params
-        self._table = params[qwen3.EMBEDDING]
+        self._table = params[self._family.EMBEDDING]
         self.dtype = str(self._table.dtype).removeprefix("torch.")
         self.reset()
 
     def reset(self) -> None:
         """Forget the committed context."""
-        empty = self._table.new_empty(1, 0, self.config.num_kv_heads, self.config.head_dim)
-        self._keys = [empty] * self.config.num_layers  # per layer [1, C, G, H]
-        self._values = [empty] * self.config.num_layers
+        layers = map(self.config.attention, range(self.config.num_layers))
+        self._keys = [self._table.new_empty(1, 0, layer.num_kv_heads, layer.head_dim) for layer in layers]  # [1, C, G, H]
+        self._values = list(self._keys)
         self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
 
     @property
@@ -88,9 +93,9 @@ class EagerDenoiser:
             return
         start = self.context_length
         self._check_boundary(start)
-        positions = torch.arange(start, start + len(ids_S))
-        visible = context_visible(self.diffusion, positions, torch.arange(start + len(ids_S)))
-        hidden = self._run(ids_S, visible, write=True)
+        rows, keys = torch.arange(start, start + len(ids_S)), torch.arange(start + len(ids_S))
+        visible = self._per_layer(lambda window: context_visible(self.diffusion, rows, keys, window=window))
+        hidden = self._run(ids_S, visible, is_context=True)
         if self.diffusion.logit_shift:
             self._hidden = torch.cat((self._hidden, hidden), dim=1)
 
@@ -108,32 +113,37 @@ class EagerDenoiser:
         """
         z, where = self._residual(canvas_L, residual_LD, where_L)
         start, length = self.context_length, len(canvas_L)
-        visible = None
-        if self.diffusion.in_block_attention == "causal":
-            visible = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        visible = self._per_layer(lambda window: canvas_visible(self.diffusion, start, length, window=window))
         if self.diffusion.logit_shift and not start:
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )
-        hidden = self._run(canvas_L, visible, write=False, z=z, where=where)
+        hidden = self._run(canvas_L, visible, is_context=False, z=z, where=where)
         if self.diffusion.logit_shift:
             hidden = torch.cat((self._hidden[:, -1:], hidden[:, :-1]), dim=1)
-        return _numpy(qwen3.head(eager, self._params, self.config, hidden)[0])
+        return _numpy(self._family.head(_OPS, self._params, self.config, hidden)[0])
 
     @torch.inference_mode()
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
-        return _numpy(qwen3.soft_embedding(eager, self._params, self.config, torch.from_numpy(probs_LV)))
+        return _numpy(self._family.soft_embedding(_OPS, self._params, self.config, torch.from_numpy(probs_LV)))
+
+    def _per_layer(self, visible: Callable[[int | None], Tensor | None]) -> list[Tensor | None]:
+        """What rows see in each layer, computed once a window."""
+        windows = [self.config.attention(layer_idx).window for layer_idx in range(self.config.num_layers)]
+        by_window = {window: visible(window) for window in set(windows)}
+        return [by_window[window] for window in windows]
 
     def _run(
-        self, ids_T: Int32, visible: Tensor | None, *, write: bool, z: Tensor | None = None, where: Tensor | None = None
-    ) -> Tensor:
-        """Final hidden states [1, T, D] of rows behind the context."""
+        self, ids_T: Int32, visible: list[Tensor | None], *, is_context: bool, z: Tensor | None = None,
+        where: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Final hidden states [1, T, D] of rows behind the context, which they join if they are `is_context`."""
         ids = _checked_ids(ids_T, self.vocab_size)
         positions = torch.arange(self.context_length, self.context_length + len(ids_T))
-        attend = eager.CachedAttention(self._keys, self._values, visible, write=write)
-        hidden: Tensor = qwen3.forward(
-            eager, self._params, self.config, ids[None], positions[None], attend, z=z, where=where
+        attend = eager.CachedAttention(self._keys, self._values, visible, write=is_context)
+        hidden: Tensor = self._family.forward(
+            _OPS, self._params, self.config, ids[None], positions[None], attend, z=z, where=where, is_context=is_context
         )
         return hidden
 
@@ -158,12 +168,29 @@ class EagerDenoiser:
             )
 
 
-def context_visible(diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor) -> Tensor:
+def context_visible(
+    diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor, *, window: int | None = None
+) -> Tensor:
     """Bool [T, S]: which committed positions `keys_S` a committed position of `rows_T` sees; the grid starts at 0."""
     if diffusion.context_attention == "causal" or diffusion.in_block_attention == "causal":
-        return keys_S <= rows_T[:, None]
-    block = diffusion.canvas_length
-    return keys_S // block <= (rows_T // block)[:, None]
+        visible = keys_S <= rows_T[:, None]
+    else:
+        block = diffusion.canvas_length
+        visible = keys_S // block <= (rows_T // block)[:, None]
+    return visible if window is None else visible & (keys_S > rows_T[:, None] - window)
+
+
+def canvas_visible(diffusion: DiffusionConfig, start: int, length: int, *, window: int | None) -> Tensor | None:
+    """Bool [L, start + L]: what canvas rows see of the context and the canvas; None: everything.
+
+    A window counts the canvas as one position: each row sees the last window - 1 committed ones.
+    """
+    if diffusion.in_block_attention == "causal":
+        visible = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        return visible if window is None else visible.triu(start - window + 1)
+    if window is None or start < window:
+        return None
+    return (torch.arange(start + length) > start - window).expand(length, -1)
 
 
 def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> EagerDenoiser:
@@ -182,15 +209,16 @@ def dense_logits(
     *, residual_SD: Float32 | None = None, where_S: Bool | None = None,
 ) -> Float32:  # fmt: skip
     """Logits float32 [S, V] of a whole sequence under one mask, no cache, no shift: row i is the model's own row i."""
+    family = family_of(config)
     ids = _checked_ids(ids_S, config.vocab_size)
-    z = None if residual_SD is None else torch.from_numpy(residual_SD).to(params[qwen3.EMBEDDING].dtype)
+    z = None if residual_SD is None else torch.from_numpy(residual_SD).to(params[family.EMBEDDING].dtype)
     where = None if where_S is None else torch.from_numpy(where_S)
-    hidden = qwen3.forward(
-        eager, params, config, ids[None], torch.arange(len(ids_S))[None],
+    hidden = family.forward(
+        _OPS, params, config, ids[None], torch.arange(len(ids_S))[None],
         eager.MaskedAttention(torch.from_numpy(visible_SS)[None]),
         z=None if z is None else z[None], where=None if where is None else where[None],
     )  # fmt: skip
-    return _numpy(qwen3.head(eager, params, config, hidden)[0])
+    return _numpy(family.head(_OPS, params, config, hidden)[0])
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:

@@ -7,27 +7,32 @@ in `attend`; nothing here knows whether a row is prompt or canvas.
 Legend: T rows, D hidden_size, F intermediate_size, V vocab_size, z the residual (soft embedding of the previous step).
 
 Source: transformers 5.24.0 models/qwen3/modeling_qwen3.py for the backbone; the residual pathway is ORL's
-e_i = E[x_i] + alpha * g(z_i) (arXiv 2610.20687, project page), g as in DiffusionGemma's self-conditioning module.
+(`dlmrt.models.layers`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
+from dlmrt.models import layers
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.layers import ADAPTER, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
+
+__all__ = [
+    "ADAPTER", "EMBEDDING", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+]  # fmt: skip
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
-ADAPTER = "model.residual_adapter."
+RENAMES = ()
 
 
-def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(config: ModelConfig) -> layers.Shapes:
     """Name -> shape of every tensor the checkpoint must hold, no more and no fewer."""
     d, f, h = config.hidden_size, config.intermediate_size, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, d), FINAL_NORM: (d,)}
+    shapes: layers.Shapes = {EMBEDDING: (config.vocab_size, d), FINAL_NORM: (d,)}
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, d)
     for layer_idx in range(config.num_layers):
@@ -45,39 +50,16 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             p + "mlp.up_proj.weight": (f, d),
             p + "mlp.down_proj.weight": (d, f),
         }
-    if has_residual(config):
-        assert config.diffusion is not None
-        width = config.diffusion.residual.intermediate_size
-        shapes |= {
-            ADAPTER + "norm.weight": (d,),
-            ADAPTER + "gate_proj.weight": (width, d),
-            ADAPTER + "up_proj.weight": (width, d),
-            ADAPTER + "down_proj.weight": (d, width),
-        }
-    return shapes
-
-
-def has_residual(config: ModelConfig) -> bool:
-    """Whether the checkpoint has a residual pathway."""
-    return config.diffusion is not None and config.diffusion.residual.kind != "none"
+    return shapes | layers.adapter_shapes(config)
 
 
 def forward(
     ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, ids: Tensor, positions: Tensor, attend: Attend,
-    *, z: Tensor | None = None, where: Tensor | None = None,
+    *, z: Tensor | None = None, where: Tensor | None = None, is_context: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Final hidden states [T, D] (normalised) of rows `ids` [T] at `positions` [T].
-
-    Args:
-        z: residual [T, D] that the rows consume, None for 0.
-        where: bool [T], rows that receive it; None for all.
-    """
+    """Final hidden states [T, D] of rows `ids` [T] at `positions` [T]; see `dlmrt.models.families.Family`."""
     eps = config.rms_norm_eps
-    x = ops.embed(params[EMBEDDING], ids)
-    if z is not None:
-        assert config.diffusion is not None
-        adapter = [params[f"{ADAPTER}{name}.weight"] for name in ("norm", "gate_proj", "up_proj", "down_proj")]
-        x = ops.residual_mix(x, z, where, *adapter, alpha=config.diffusion.residual.alpha, eps=eps)
+    x = layers.mix_residual(ops, params, config, ops.embed(params[EMBEDDING], ids), z, where)
     for layer_idx in range(config.num_layers):
         p = f"model.layers.{layer_idx}."
         h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
@@ -100,6 +82,4 @@ def head(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, hidden: Te
 
 def soft_embedding(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, probs: Tensor) -> Tensor:
     """The residual z [T, D] of next-step input: probs [T, V] times the input embedding."""
-    assert config.diffusion is not None
-    scale = math.sqrt(config.hidden_size) if config.diffusion.residual.scale_embedding else 1.0
-    return ops.soft_embedding(probs, params[EMBEDDING], scale=scale)
+    return ops.soft_embedding(probs, params[EMBEDDING], scale=layers.embedding_scale(config))

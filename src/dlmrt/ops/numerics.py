@@ -79,16 +79,24 @@ def gumbel(seed: int, *, block: int, step: int, slots_R: Int32, vocab_size: int)
     """
     group = np.arange((vocab_size + 3) // 4)[None, :]
     words = _words(seed, group, step, block, SAMPLE | slots_R.astype(np.int64)[:, None] << 8)
-    u = (words.reshape(len(slots_R), -1)[:, :vocab_size] + 0.5) * 2.0**-32
+    u = (words.reshape(len(slots_R), 4 * group.size)[:, :vocab_size] + 0.5) * 2.0**-32
     noise: Float64 = -np.log(-np.log1p(-u))
     return noise
 
 
 def rope_inv_freq(rope: RopeConfig, head_dim: int) -> tuple[Float32, float]:
-    """Inverse frequencies float32 [H/2] of `rope` and the factor on cos and sin.
+    """Inverse frequencies float32 [R/2] of the head's first R numbers, which turn, and the factor on cos and sin.
 
-    Computed in float64 and rounded once: tables rounded to bf16 make positions 256 and 257 equal.
+    R is `head_dim` times the partial rotary factor; with "proportional" it is `head_dim`, and the factor says which
+    share of the frequencies is not 0. Computed in float64 and rounded once: tables rounded to bf16 make positions 256
+    and 257 equal.
     """
+    rotary_dim = int(head_dim * rope.partial_rotary_factor)
+    if rope.kind == "proportional":
+        inv_freq = rope.theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+        inv_freq[rotary_dim // 2 :] = 0.0
+        return inv_freq.astype(np.float32), 1.0
+    head_dim = rotary_dim
     exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
     inv_freq = rope.theta**-exponent
     if rope.kind == "default":

@@ -9,16 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.cli import main
-
-SPECIAL = ("<pad>", "<eos>", "<mask>")
-TEMPLATE = (
-    "{% for m in messages %}[{{ m.role }}]{{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
+from dlmrt.testing import CHAT_TEMPLATE, byte_codec, tiny_config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,24 +28,14 @@ Cli = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory, make_config, make_params) -> Path:
-    """Folder of a random model over bytes; it never stops by itself within a few hundred tokens."""
+def tiny_model(tmp_path_factory, make_params) -> Path:
+    """Folder of a random model over bytes with a chat template and answers of 20 tokens."""
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    tokenizer_folder = tmp_path_factory.mktemp("tokenizer")
-    vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(vocabulary)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
-    tokenizer.save(str(tokenizer_folder / "tokenizer.json"))
-    (tokenizer_folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
-    config = make_config(
-        vocab_size=len(vocabulary), eos_token_ids=(1,), pad_token_id=0, max_position_embeddings=8192,
-        diffusion={"mask_token_id": 2},
-    )  # fmt: skip
-    save_checkpoint(
-        folder, config, make_params(config), generation={"max_new_tokens": 20}, tokenizer_files=tokenizer_folder
-    )
+    text_files = tmp_path_factory.mktemp("tokenizer")
+    byte_codec().tokenizer.save(str(text_files / "tokenizer.json"))
+    (text_files / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    config = tiny_config(diffusion={"canvas_length": 4}, max_position_embeddings=8192, tie_word_embeddings=False)
+    save_checkpoint(folder, config, make_params(config), generation={"max_new_tokens": 20}, tokenizer_files=text_files)
     return folder
 
 

@@ -18,9 +18,11 @@ def test_the_history_goes_with_the_next_turn(cli, tiny_model, engine):
         {"role": "assistant", "content": first.text},
         {"role": "user", "content": "and?"},
     ]
+    second = engine.generate(turns)
+    assert second.text != engine.generate(turns[2:]).text  # or the test could not fail
     outcome = cli("chat", tiny_model, stdin=_lines("hello", "and?"))
     assert (outcome.status, outcome.err) == (0, "")
-    assert outcome.out == f"{first.text}\n{engine.generate(turns).text}\n"
+    assert outcome.out == f"{first.text}\n{second.text}\n"
 
 
 def test_clear_forgets_and_system_stays(cli, tiny_model, engine):

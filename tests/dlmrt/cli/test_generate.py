@@ -57,7 +57,7 @@ def test_json_is_one_document_that_adds_up(cli, tiny_model, engine):
     assert document["token_ids"] == list(expected.token_ids)
     usage, forwards = document["usage"], document["record"]["forwards"]
     assert usage["completion_tokens"] == 9 == sum(forward["num_finalised"] for forward in forwards)
-    assert usage["prompt_tokens"] == len("[user]hello\n[assistant]")
+    assert usage["prompt_tokens"] == len(engine.tokenizer.encode_messages(_user("hello")))
     assert usage["num_forwards"] == usage["num_denoise_steps"] + usage["num_commit_forwards"]
     assert usage["tpf_total"] == pytest.approx(9 / usage["num_forwards"])
     assert (document["finish_reason"], document["record"]["end_reason"]) == ("length", "max_tokens")

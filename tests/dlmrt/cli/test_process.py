@@ -84,14 +84,17 @@ def test_reader_that_leaves_is_no_error_message(tiny_model, spawn):
 
 def test_canvas_is_painted_on_the_terminal_and_text_goes_to_stdout(tiny_model, engine, spawn):
     terminal, end = pty.openpty()
-    child = spawn("generate", tiny_model, "hello", "--show-canvas", "--max-tokens", "12", stdin=end,
-                  stdout=subprocess.PIPE, stderr=end)  # fmt: skip
+    options = ("--show-canvas", "--max-tokens", "12", "--commit-rule", "steps")
+    child = spawn("generate", tiny_model, "hello", *options, stdin=end, stdout=subprocess.PIPE, stderr=end)
     os.close(end)
     painted = _read_until(terminal, "\0")
     stdout = child.stdout.read().decode("utf-8")
     os.close(terminal)
     assert child.wait(timeout=90) == 0
-    assert stdout == engine.generate([{"role": "user", "content": "hello"}], max_tokens=12).text + "\n"
+    assert (
+        stdout
+        == engine.generate([{"role": "user", "content": "hello"}], max_tokens=12, commit_rule="steps").text + "\n"
+    )
     plain = ESCAPE.sub("", painted)
     assert "\u2591" in plain  # positions that are not decided
     assert re.search(r"block 1  step 1  \d\.\d\d tokens/step", plain)

@@ -14,6 +14,7 @@ from dlmrt.cli.terminal import STYLES, CanvasPainter
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UsageError
 from dlmrt.models import qwen3
+from dlmrt.testing import END, END_OF_TEXT, MASK
 from dlmrt.types import CanvasEvent
 
 
@@ -26,7 +27,9 @@ def test_show_counts_what_is_in_the_files(cli, tiny_model, engine):
     per_token = 4 * 2 * engine.config.num_layers * engine.config.num_kv_heads * engine.config.head_dim
     assert report["memory"]["total_bytes_at_8192"] == 4 * parameters + 8192 * per_token
     assert report["diffusion"]["canvas_length"] == 4
-    assert report["special_ids"] == {"eos_token_ids": [1], "pad_token_id": 0, "bos_token_id": None, "mask_token_id": 2}
+    assert report["special_ids"] == {
+        "eos_token_ids": [END, END_OF_TEXT], "pad_token_id": END_OF_TEXT, "bos_token_id": None, "mask_token_id": MASK,
+    }  # fmt: skip
     assert report["decode_defaults"]["max_tokens"] == 20  # generation_config.json
     assert report["decode_defaults"]["commit_rule"] == "threshold"
 

@@ -89,7 +89,9 @@ def test_sdar_generate(params: dict[str, torch.Tensor], case: dict[str, Any]) ->
     if case["key"] in REWRITTEN:
         expected[REWRITTEN[case["key"]]] = answer[REWRITTEN[case["key"]]]
     assert answer[: given["gen_length"]] == expected
-    np.testing.assert_array_equal([state.canvas_L for state in states], load_numpy(FOLDER / "expected_sdar.safetensors")[f"{case['key']}.trace"])
+    np.testing.assert_array_equal(
+        [state.canvas_L for state in states], load_numpy(FOLDER / "expected_sdar.safetensors")[f"{case['key']}.trace"]
+    )
     kinds = [forward.kind for forward in forwards]
     assert kinds.count("denoise") == case["denoise_forwards"]
     # The reference also stores the last block, which nobody reads.
@@ -106,7 +108,9 @@ def test_sglang_low_confidence(params: dict[str, torch.Tensor], case: dict[str, 
         max_tokens=whole_blocks(prompt, case["gen_length"], block),
     )  # fmt: skip
     assert answer[: case["gen_length"]] == case["tokens"]
-    steps = [sum(f.kind == "denoise" and f.block_idx == b for f in forwards) for b in range(len(case["forwards_per_block"]))]
+    steps = [
+        sum(f.kind == "denoise" and f.block_idx == b for f in forwards) for b in range(len(case["forwards_per_block"]))
+    ]
     assert [count + 1 for count in steps] == case["forwards_per_block"]
 
 
@@ -129,7 +133,9 @@ def test_idlm_with_shifted_causal_logits(params: dict[str, torch.Tensor], case: 
     answer, states, forwards = run(params, config, prompt, ignore_eos=True, max_tokens=given["max_new_tokens"], **rule)
     assert answer == case["tokens"]
     mask = config.diffusion.mask_token_id
-    busy: list[tuple[int, ...]] = []  # start of the block that has masks, and its ids; idle forwards repeat the next one
+    busy: list[
+        tuple[int, ...]
+    ] = []  # start of the block that has masks, and its ids; idle forwards repeat the next one
     for row in load_numpy(FOLDER / "expected.safetensors")[f"{case['key']}.trace"].tolist():
         if mask in row:
             start = len(prompt) + (row.index(mask) - len(prompt)) // block * block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def blocks(draw: st.DrawFn) -> tuple[ResolvedDecode, int, int, int]:
 
 @given(blocks())
 def test_promises_of_all_rules(block: tuple[ResolvedDecode, int, int, int]) -> None:
-    """K09, K15: each step decides something, the cap holds, no open slot is left, pinned slots stay, edits are counted."""
+    """K09, K15: each step decides something, the cap holds, no open slot is left, pinned slots stay."""
     chosen, length, num_pinned, seed = block
     random = np.random.default_rng(seed)
     state = masked_block(length, num_pinned)
@@ -92,8 +93,7 @@ def test_promises_of_all_rules(block: tuple[ResolvedDecode, int, int, int]) -> N
             assert not (state.is_open_L & decided).any() and state.num_edits == 0
     np.testing.assert_array_equal(state.answer_L[:num_pinned], 50 + np.arange(num_pinned))
     assert (state.answer_L[num_pinned:] < 4).all()
-    if chosen.commit_rule != "entropy_bound":
-        assert not state.is_open_L.any()
+    assert not state.is_open_L.any() and (state.canvas_L == state.answer_L).all()
 
 
 def test_threshold_is_strict_and_falls_back_to_the_best() -> None:
@@ -202,9 +202,7 @@ def test_single_steps_of_sglang(row: int) -> None:
     if not is_open.any() and spent >= budget:
         assert case["finished"] and (case["new_ids"] == ids).all()
         return
-    state = dataclasses.replace(
-        start_block(ids, 0), is_open_L=is_open, is_pinned_L=is_prompt, num_full_steps=spent
-    )
+    state = dataclasses.replace(start_block(ids, 0), is_open_L=is_open, is_pinned_L=is_prompt, num_full_steps=spent)
     guess = predict(
         case["logits"], Sampling(temperature=1.0, is_greedy=True, seed=0), np.array([], dtype=np.int32), block=0, step=0
     )
@@ -214,3 +212,40 @@ def test_single_steps_of_sglang(row: int) -> None:
     assert after.is_done == bool(case["finished"]) or (after.is_done and ends_by_budget)
     plain = RULES["threshold"](dataclasses.replace(joint, commit_rule="threshold", edit_threshold=None), state, guess)
     np.testing.assert_array_equal(plain.canvas_L, case["lowconf_new_ids"])
+
+
+DGEMMA = load_file(Path(__file__).parents[2] / "data" / "vectors" / "dgemma_sampler.safetensors")
+DGEMMA_RUNS = json.loads((Path(__file__).parents[2] / "data" / "vectors" / "dgemma_sampler.json").read_text())
+
+
+@pytest.mark.parametrize("run", DGEMMA_RUNS, ids=lambda run: run["label"])
+def test_recorded_sampler_runs_of_transformers(run: dict[str, Any]) -> None:
+    """DiffusionGemma's `generate` in transformers 5.24.0: acceptance, next canvas, stop and answer of every step."""
+    case = {name.split(".")[1]: value for name, value in DGEMMA.items() if name.startswith(run["key"])}
+    given = run["params"]
+    rule = settings(
+        "entropy_bound", 16, max_denoising_steps=given["max_denoising_steps"], entropy_bound=given["entropy_bound"],
+        t_min=given["t_min"], t_max=given["t_max"], stability_threshold=given["stability_threshold"],
+        stop_entropy=given["confidence_threshold"],
+    )  # fmt: skip
+    answer: list[int] = []
+    state = start_block(case["canvas_in"][0], 0)
+    for step in range(len(case["stop"])):
+        guess = dataclasses.replace(
+            prediction(case["argmax"][step].tolist(), [0.5] * 16, case["entropy"][step].tolist()),
+            token_L=case["draws"][step],
+        )
+        assert case["remaining_step"][step] == rule.max_denoising_steps - state.step
+        after = RULES["entropy_bound"](rule, state, guess)
+        np.testing.assert_array_equal(after.committed_L, case["accepted"][step])
+        is_last = step + 1 == len(case["stop"]) or case["canvas_index"][step + 1] != case["canvas_index"][step]
+        assert after.is_done == is_last and (after.is_done or not case["stop"][step])
+        if is_last:
+            answer += after.answer_L.tolist()
+            state = start_block(case["canvas_in"][min(step + 1, len(case["stop"]) - 1)], 0)
+            continue
+        canvas = np.where(after.is_open_L, case["noise"][step], after.canvas_L)
+        np.testing.assert_array_equal(canvas, case["canvas_in"][step + 1])
+        state = dataclasses.replace(after, canvas_L=canvas)
+    eos = next((at for at, token in enumerate(answer) if token in given["eos_token_id"]), len(answer))
+    assert answer[: eos + 1] == run["tokens"][: eos + 1]

@@ -1,4 +1,4 @@
-"""Prediction of one step: numbers against a plain float64 computation, filters against recorded vectors, bans, draws."""
+"""Prediction of one step: numbers against a float64 computation, filters against recorded vectors, bans, draws."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""The eager executor: its cache is exact for every visibility, and the shift and the residual land where they should."""
+"""The eager executor: its cache is exact for every visibility; shift and residual land where they should."""
 
 from __future__ import annotations
+
+import dataclasses
 
 import numpy as np
 import pytest
@@ -118,8 +120,6 @@ def test_canvas_behind_a_causal_context_equals_the_reference(data, make_config, 
 
 
 def with_block(config, block, diffusion=None):
-    import dataclasses
-
     diffusion = dataclasses.replace(diffusion or config.diffusion, canvas_length=block)
     return dataclasses.replace(config, diffusion=diffusion)
 

@@ -105,12 +105,11 @@ def test_contradictions_are_refused_by_name(changes, named):
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"architectures": ["NoSuchModel"]}, "supported: Qwen3ForCausalLM, SDARForCausalLM"),
+        ({"architectures": ["NoSuchModel"]}, "supported: .*Qwen3ForCausalLM.*SDARForCausalLM"),
         ({"architectures": ["DreamModel"]}, "recognised but not supported"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"use_sliding_window": True}, "use_sliding_window"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}}, "mscale"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: test vectors, the counter contract, distributions; rotary scaling against transformers."""
+"""Counter-based random numbers: vectors, counter contract, distributions; rotary scaling against transformers."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def run(request: pytest.FixtureRequest):
 
 
 @pytest.fixture(autouse=True)
-def place(monkeypatch: pytest.MonkeyPatch):
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A temporary folder and a copy of the child script of our own, so that what is left behind is known as ours."""
     folder = Path(tempfile.mkdtemp(prefix="test-sandbox-"))
     folder.chmod(0o755)
@@ -52,6 +52,15 @@ def place(monkeypatch: pytest.MonkeyPatch):
     left, alive = sorted(path.name for path in folder.iterdir()), list(_processes(child))
     shutil.rmtree(folder)
     assert (left, alive) == (["child.py"], [])
+
+
+@pytest.fixture
+def outside():
+    """A folder on the host that every user may write to, or the file rights alone would protect it."""
+    folder = Path(tempfile.mkdtemp(prefix="test-outside-", dir="/tmp"))
+    folder.chmod(0o777)
+    yield folder
+    shutil.rmtree(folder)
 
 
 def _processes(child: Path):
@@ -146,34 +155,32 @@ def test_huge_file_is_bounded(run) -> None:
 
 
 @pytest.mark.parametrize("call", ["open({0!r}, 'w').write('x')", "os.open({0!r}, os.O_WRONLY | os.O_CREAT)"])
-def test_no_writes_outside(run, tmp_path: Path, call: str) -> None:
-    tmp_path.chmod(0o777)
-    target = tmp_path / "outside"
+def test_no_writes_outside(run, outside: Path, call: str) -> None:
+    target = outside / "file"
     target.write_text("before")
     target.chmod(0o666)
-    for path in (target, tmp_path / "new", "/tmp/orl-outside", "../up"):
+    for path in (target, outside / "new", "/tmp/orl-outside", "../up"):
         result = run(f"import os\n{call.format(str(path))}")
         assert result.returncode == 1, path
     for verb in ("os.remove({0!r})", "os.rename({0!r}, 'x')", "os.chmod({0!r}, 0)", "os.truncate({0!r}, 0)"):
         assert run(f"import os\n{verb.format(str(target))}").returncode == 1
-    assert target.read_text() == "before" and os.listdir(tmp_path) == ["outside"]
+    assert target.read_text() == "before" and os.listdir(outside) == ["file"]
     assert not Path("/tmp/orl-outside").exists()
 
 
 @pytest.mark.parametrize("mode", [(), ("namespaces",), ("root",)], ids=str)
-def test_kernel_keeps_files_when_python_hooks_are_beaten(mode: tuple, tmp_path: Path, monkeypatch) -> None:
+def test_kernel_keeps_files_when_python_hooks_are_beaten(mode: tuple, outside: Path, monkeypatch) -> None:
     """Without the audit hook, the kernel's layers alone keep reads and writes away."""
-    child = tmp_path / "child.py"
+    child = outside / "child.py"
     child.write_text(sandbox._CHILD.read_text().replace("sys.addaudithook(hook)", "pass"))
     monkeypatch.setattr(sandbox, "_CHILD", child)
-    tmp_path.chmod(0o777)
-    secret = tmp_path / "secret"
+    secret = outside / "secret"
     secret.write_text("token-123")
     secret.chmod(0o666)
     tries = [
         f"print(open({str(secret)!r}).read())",
         f"open({str(secret)!r}, 'w')",
-        f"open({str(tmp_path / 'new')!r}, 'w')",
+        f"open({str(outside / 'new')!r}, 'w')",
         "import socket; socket.create_connection(('127.0.0.1', 1), 0.2)",
         "import os; os.kill(os.getppid() or 1, 9)",
         "import os; os.fork()",

@@ -68,9 +68,9 @@ struct Weight {
   DType dtype;
   int32_t group;  // k that share a block scale: 16 (kNVFP4), 32 or 128 (kInt4), else 0
   int64_t n, k;   // unpadded
-  const void* panels;
-  const float* column_scale;   // [N padded]; kInt8, kNVFP4, kInt4
-  const int32_t* column_sum;   // [N padded] 128 * sum of codes; kInt8
+  void* panels;           // 64-byte aligned, num_panels(n) * panel_bytes(dtype, group, k)
+  float* column_scale;    // [N padded]; kInt8, kNVFP4, kInt4
+  int32_t* column_sum;    // [N padded] 128 * sum of codes; kInt8
 };
 constexpr int64_t num_panels(int64_t n) { return ceil_div(n, kPanel); }
 constexpr int64_t block_bytes(DType t, int64_t group) {

@@ -30,6 +30,12 @@ struct FormatInt4 {
   static F32 scales(const uint8_t* p) { return from_bits(load(reinterpret_cast<const int32_t*>(p))); }
 };
 
+// A cell whose codes are 0; as u8 they are 128, so its products are the offset of the others.
+inline DotNibble::A code_zero() {
+  const uint8_t cell[kCellBytes] = {128, 128, 128, 128};
+  return DotNibble::load_a(cell);
+}
+
 // Where a tile reads its blocks from: packed nibbles ...
 template <class Format>
 struct PackedBlocks {
@@ -86,7 +92,7 @@ __attribute__((always_inline)) inline void block_sums(const Blocks& blocks, int6
       blocks.pair(b, s0 + s, low, high);
       const uint8_t* cells = a + (s0 + s) * (kRowGroup * kCellBytes);
       if constexpr (Blocks::kNeedsOffset)
-        po = DotNibble::dot(DotNibble::dot(po, DotNibble::offset_cell(), low), DotNibble::offset_cell(), high);
+        po = DotNibble::dot(DotNibble::dot(po, code_zero(), low), code_zero(), high);
 #pragma GCC unroll 8
       for (int i = 0; i < MR; i++) {
         p[i] = DotNibble::dot(p[i], DotNibble::load_a(cells + i * kCellBytes), low);
@@ -136,7 +142,7 @@ void unpack(const PackedBlocks<Format>& from, int64_t num_blocks, const Unpacked
       DotNibble::store_b(p, low);
       DotNibble::store_b(p + kStepBytes, high);
       if constexpr (DotNibble::kOffset) {
-        const auto cell = DotNibble::offset_cell();
+        const auto cell = code_zero();
         offset = DotNibble::end(offset, DotNibble::dot(DotNibble::dot(DotNibble::begin(offset), cell, low), cell, high));
       }
     }

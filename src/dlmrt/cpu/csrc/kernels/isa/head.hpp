@@ -108,7 +108,7 @@ struct HeadTile {
         for (int i = 0; i < 16; i++) uniform[i] = uniform_of(words[k - k0 + i]);
         store(score, add(load(x + k), gumbel(load(uniform))));
         for (int i = 0; i < 16; i++)
-          if (score[i] > best) best = score[i], logit = x[k + i], id = static_cast<int32_t>(first_id() + k + i);
+          if (score[i] > best && k + i < width()) best = score[i], logit = x[k + i], id = static_cast<int32_t>(first_id() + k + i);
       }
     }
     p.sample_score[cell(m)] = best;

@@ -204,7 +204,6 @@ struct DotNibble {
   static A load_a(const uint8_t* p) { return splat_cell(p); }
   static B load_b(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
   static void store_b(uint8_t* p, B b) { store256(p, b.lo), store256(p + 32, b.hi); }
-  static A offset_cell() { return _mm256_set1_epi8(static_cast<char>(0x80)); }
 #ifdef DLMRT_AVXVNNI
   static Partial begin(I32 sum) { return sum; }
   static Partial dot(Partial acc, A a, B b) { return DotI8::dot(acc, a, b); }

@@ -128,7 +128,6 @@ struct DotNibble : DotI8 {
   using Partial = I32;
   static Partial begin(I32 sum) { return sum; }
   static void store_b(uint8_t* p, B b) { _mm512_storeu_si512(p, b); }
-  static A offset_cell() { return _mm512_set1_epi8(static_cast<char>(0x80)); }
   static I32 end(I32, Partial p) { return p; }
 };
 

@@ -1,0 +1,172 @@
+// See pool.hpp.
+#include "pool.hpp"
+
+#include <condition_variable>
+#include <cstdio>
+#include <fstream>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#include <pthread.h>
+
+namespace dlmrt::cpu {
+namespace {
+
+constexpr int kSpins = 4000;  // pauses before yielding: about 0.1-0.3 ms
+constexpr int kYields = 200;  // yields before sleeping
+
+std::atomic<int> forks{0};  // how often this process was forked off
+
+void watch_forks() {
+  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
+  if (registered) throw std::runtime_error("pthread_atfork failed: out of memory");
+}
+
+void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+#if defined(__linux__)
+long read_number(const std::string& path) {
+  std::ifstream file(path);
+  long v = -1;
+  return file >> v ? v : -1;
+}
+
+// Whole CPUs that the control group allows, rounded up; `none` without a limit.
+int cgroup_limit(int none) {
+  std::string line, group;
+  for (std::ifstream file("/proc/self/cgroup"); std::getline(file, line);)
+    if (line.rfind("0::", 0) == 0) group = line.substr(3);
+  int limit = none;
+  const auto apply = [&](double quota, double period) {
+    if (quota > 0 && period > 0) limit = std::min(limit, std::max(1, static_cast<int>((quota + period - 1) / period)));
+  };
+  for (std::string path = group; !path.empty(); path = path == "/" ? "" : path.substr(0, std::max<size_t>(path.rfind('/'), 1))) {
+    std::ifstream file("/sys/fs/cgroup" + (path == "/" ? "" : path) + "/cpu.max");
+    std::string quota;
+    double period = 0;
+    if (file >> quota >> period && quota != "max") apply(std::stod(quota), period);
+  }
+  apply(static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")), static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")));
+  return limit;
+}
+#endif
+
+}  // namespace
+
+int default_num_threads() {
+  const int logical = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+#if defined(__linux__)
+  cpu_set_t allowed;
+  CPU_ZERO(&allowed);
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return cgroup_limit(logical);
+  std::set<std::pair<long, long>> cores;
+  for (int cpu = 0; cpu < CPU_SETSIZE; cpu++) {
+    if (!CPU_ISSET(cpu, &allowed)) continue;
+    const std::string topology = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
+    const long core = read_number(topology + "core_id");
+    cores.insert({read_number(topology + "physical_package_id"), core < 0 ? cpu : core});  // no topology: each CPU is a core
+  }
+  return std::max(1, cgroup_limit(static_cast<int>(cores.size())));
+#else
+  return logical;
+#endif
+}
+
+struct Pool::Shared {
+  alignas(64) std::atomic<uint64_t> generation{0};
+  alignas(64) std::atomic<int> pending{0};
+  alignas(64) std::atomic<int> sleepers{0};
+  std::atomic<bool> is_stopping{false};
+  std::mutex holder, sleep;
+  std::condition_variable wake;
+  Function function = nullptr;
+  void* arg = nullptr;
+  std::vector<std::thread> workers;
+  int born_after = forks.load();
+
+  void publish() {
+    generation.fetch_add(1);  // sequentially consistent: ordered against `sleepers`
+    if (sleepers.load()) {
+      std::lock_guard<std::mutex> lock(sleep);
+      wake.notify_all();
+    }
+  }
+  void start(int num_threads) {
+    for (int i = 1; i < num_threads; i++) workers.emplace_back([this, i] { work(i); });
+  }
+  void work(int worker) {
+    for (uint64_t seen = 0;; seen++) {  // one generation at a time: run waits for all
+      for (int s = 0; generation.load(std::memory_order_acquire) == seen; s++) {
+        if (s < kSpins) pause();
+        else if (s < kSpins + kYields) std::this_thread::yield();
+        else {
+          std::unique_lock<std::mutex> lock(sleep);
+          sleepers.fetch_add(1);
+          wake.wait(lock, [&] { return generation.load() != seen; });
+          sleepers.fetch_sub(1);
+        }
+      }
+      if (is_stopping) return;
+      function(arg, worker);
+      pending.fetch_sub(1, std::memory_order_release);
+    }
+  }
+  void stop() {
+    if (workers.empty()) return;
+    is_stopping = true;
+    publish();
+    for (std::thread& t : workers) t.join();
+    workers.clear();
+  }
+};
+
+Pool::Pool(int num_threads) : num_threads_(num_threads), shared_(std::make_unique<Shared>()) {
+  if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least 1 thread, got " + std::to_string(num_threads));
+  watch_forks();
+}
+
+Pool::~Pool() {
+  if (shared_->born_after == forks.load()) shared_->stop();
+  else static_cast<void>(shared_.release());  // the threads stayed in the parent
+}
+
+// In a child of fork() the old threads do not exist and their locks may be held for ever: leave all of it and begin anew.
+Pool::Shared& Pool::started() {
+  if (shared_->born_after != forks.load()) {
+    static_cast<void>(shared_.release());
+    shared_ = std::make_unique<Shared>();
+  }
+  if (shared_->workers.empty() && num_threads_ > 1) shared_->start(num_threads_);
+  return *shared_;
+}
+
+std::unique_lock<std::mutex> Pool::hold() { return std::unique_lock<std::mutex>(started().holder); }
+
+void Pool::run_erased(Function f, void* arg) {
+  if (num_threads_ == 1) return f(arg, 0);
+  Shared& s = started();
+  s.function = f;
+  s.arg = arg;
+  s.pending.store(num_threads_ - 1, std::memory_order_relaxed);
+  s.publish();
+  f(arg, 0);
+  for (int spins = 0; s.pending.load(std::memory_order_acquire);) {
+    if (++spins < kSpins) pause();
+    else std::this_thread::yield();
+  }
+}
+
+}  // namespace dlmrt::cpu

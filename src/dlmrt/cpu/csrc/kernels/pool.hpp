@@ -1,0 +1,78 @@
+// Threads for one latency-bound caller: the caller works too, workers spin, then yield, then sleep.
+//
+// A denoising step is a few hundred fork/joins, each of microseconds, so workers spin for the length of a serial stretch
+// (a join then costs well under a microsecond) and only then give the core away; idle threads use no CPU. Results may not
+// depend on who ran what: kernels are pure functions of their units (args.hpp), so any division of work will do.
+//
+// Left out: work stealing, pinning, NUMA. Source: ours.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <type_traits>
+
+#include "args.hpp"
+
+namespace dlmrt::cpu {
+
+// min(affinity mask, cgroup quota, physical cores), at least 1.
+int default_num_threads();
+
+class Pool {
+ public:
+  // Threads start at the first run; num_threads includes the caller. Throws std::invalid_argument below 1.
+  explicit Pool(int num_threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return num_threads_; }
+
+  // The right to run, for as long as the lock lives; a second caller waits. One decode holds it from start to end.
+  [[nodiscard]] std::unique_lock<std::mutex> hold();
+
+  // f(worker) once for each worker 0 .. size() - 1; returns when all have returned. f must not throw and must not run the
+  // pool. After fork() the first run of the child starts its own threads.
+  template <class F>
+  void run(F&& f) {
+    run_erased([](void* arg, int worker) { (*static_cast<std::remove_reference_t<F>*>(arg))(worker); },
+               const_cast<void*>(static_cast<const void*>(&f)));
+  }
+
+  // f(Range, worker): [0, units) in equal parts, their bounds multiples of `grain`.
+  template <class F>
+  void split(int64_t units, int64_t grain, F&& f) {
+    const int64_t pieces = ceil_div(units, grain);
+    const int parts = pieces < num_threads_ ? static_cast<int>(pieces) : num_threads_;
+    if (parts <= 1) {
+      if (units > 0) f(Range{0, units}, 0);
+      return;
+    }
+    run([&](int worker) {
+      if (worker >= parts) return;
+      const int64_t end = pieces * (worker + 1) / parts * grain;
+      f(Range{pieces * worker / parts * grain, end < units ? end : units}, worker);
+    });
+  }
+
+  // f(Range, worker): pieces of `grain` units handed out in order, for cores of unequal speed.
+  template <class F>
+  void tiles(int64_t units, int64_t grain, F&& f) {
+    std::atomic<int64_t> next{0};
+    run([&](int worker) {
+      for (int64_t begin; (begin = next.fetch_add(grain, std::memory_order_relaxed)) < units;)
+        f(Range{begin, begin + grain < units ? begin + grain : units}, worker);
+    });
+  }
+
+ private:
+  struct Shared;
+  using Function = void (*)(void*, int);
+  void run_erased(Function f, void* arg);
+  Shared& started();
+
+  const int num_threads_;
+  std::unique_ptr<Shared> shared_;
+};
+
+}  // namespace dlmrt::cpu

@@ -1,0 +1,373 @@
+// The loop's own operations: commit rules, settling, noise, records. Plain C++ on the numbers of one block.
+//
+// Numbered steps are those of dlmrt/decode/loop.py, rules those of dlmrt/decode/rules.py, which these must equal slot for slot:
+// comparisons in the same precision, ties to the lower slot. Run by the caller's thread alone.
+//
+// Source: ours.
+#include <algorithm>
+#include <cstring>
+
+#include "op.hpp"
+#include "random.hpp"
+
+namespace dlmrt::cpu {
+namespace {
+
+enum EndReason : int32_t { kGoesOn = 0, kEos, kStopToken, kMaxTokens, kCancelled, kNonFinite };  // END_REASONS of program/loop.py
+
+// The host sets the flag from another thread.
+bool is_set(const int32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0; }
+
+bool contains(const uint32_t* bits, int32_t id) { return bits[id / 32] >> (id % 32) & 1; }
+
+// Positions that a committed row at `position` sees, when `end` positions exist.
+int32_t committed_visible(int32_t position, int64_t block, int32_t end) {
+  if (block == 0) return position + 1;
+  return static_cast<int32_t>(std::min<int64_t>(end, (position / block + 1) * block));
+}
+
+// What open slots hold: the mask, or fresh ids of the noise stream.
+class Noise {
+ public:
+  explicit Noise(const Fields& f)
+      : mask_(static_cast<int32_t>(f.integer("mask_token_id"))), allowed_(f.find<int32_t>("allowed")), num_allowed_(f.find<int32_t>("num_allowed")), key_(f.find<uint64_t>("noise_key")) {}
+  int32_t operator()(int64_t slot, int32_t step, int32_t block) const {
+    if (mask_ >= 0) return mask_;
+    const uint64_t word = random_word(*key_, static_cast<uint32_t>(slot), static_cast<uint32_t>(step), static_cast<uint32_t>(block), kNoiseStream);
+    return allowed_[word * static_cast<uint64_t>(*num_allowed_) >> 32];
+  }
+
+ private:
+  int32_t mask_;
+  const int32_t *allowed_, *num_allowed_;
+  const uint64_t* key_;
+};
+
+// An operation written as a function that owns its operands.
+template <class F>
+class Function : public Op {
+ public:
+  explicit Function(F f) : f_(std::move(f)) {}
+  void run(const Context&) override { f_(); }
+
+ private:
+  F f_;
+};
+template <class F>
+std::unique_ptr<Op> make(F f) {
+  return std::make_unique<Function<F>>(std::move(f));
+}
+
+// 1
+std::unique_ptr<Op> start_request(const Fields& f) {
+  return make([num_prompt = f.get<int32_t>("num_prompt"), num_prefill = f.get<int32_t>("num_prefill"), cancel = f.get<int32_t>("cancel"),
+               context = f.get<int32_t>("context"), forwards = f.get<int32_t>("num_prefill_forwards"), more_prefill = f.get<int32_t>("more_prefill"),
+               more_blocks = f.get<int32_t>("more_blocks"), block_idx = f.get<int32_t>("block_idx"), num_pinned = f.get<int32_t>("num_pinned"),
+               num_answer = f.get<int64_t>("num_answer"), end_reason = f.get<int32_t>("end_reason")] {
+    *context = *forwards = *block_idx = 0;
+    *num_answer = 0;
+    *end_reason = kGoesOn;
+    *more_blocks = 1;
+    *num_pinned = *num_prompt - *num_prefill;
+    *more_prefill = *num_prefill > 0 && !is_set(cancel);
+  });
+}
+
+std::unique_ptr<Op> prefill_chunk(const Fields& f) {
+  return make([prompt = f.get<int32_t>("prompt"), context = f.get<int32_t>("context"), num_prefill = f.get<int32_t>("num_prefill"),
+               rows = f.get<int32_t>("chunk_rows"), ids = f.get<int32_t>("ids"), positions = f.get<int32_t>("positions"), visible = f.get<int32_t>("visible"),
+               chunk = f.integer("chunk"), block = f.integer("block")] {
+    *rows = static_cast<int32_t>(std::min<int64_t>(chunk, *num_prefill - *context));
+    for (int32_t i = 0; i < *rows; i++) {
+      ids[i] = prompt[*context + i];
+      positions[i] = *context + i;
+      visible[i] = committed_visible(positions[i], block, *context + *rows);
+    }
+  });
+}
+
+std::unique_ptr<Op> finish_chunk(const Fields& f) {
+  return make([rows = f.get<int32_t>("chunk_rows"), num_prefill = f.get<int32_t>("num_prefill"), cancel = f.get<int32_t>("cancel"),
+               context = f.get<int32_t>("context"), forwards = f.get<int32_t>("num_prefill_forwards"), more = f.get<int32_t>("more_prefill")] {
+    *context += *rows;
+    ++*forwards;
+    *more = *context < *num_prefill && !is_set(cancel);
+  });
+}
+
+// 2, 3
+std::unique_ptr<Op> start_block(const Fields& f) {
+  struct Operands {
+    Noise noise;
+    int64_t length, block;
+    bool is_causal;
+    const int32_t *prompt, *num_prompt, *num_pinned, *context, *block_idx, *cancel;
+    int32_t *canvas, *answer;
+    uint8_t *is_open, *is_free;
+    int32_t *positions, *visible, *commit_visible, *step, *num_full_steps, *num_repeats, *num_settled, *has_residual, *is_done, *more_steps, *end_reason;
+  };
+  const auto get = [&](const char* role) { return f.get<int32_t>(role); };
+  const Operands o{Noise(f), f.integer("length"), f.integer("block"), f.integer("is_causal") != 0, get("prompt"), get("num_prompt"), get("num_pinned"),
+                   get("context"), get("block_idx"), get("cancel"), get("canvas"), get("answer"), f.get<uint8_t>("is_open"), f.get<uint8_t>("is_free"),
+                   get("positions"), get("visible"), get("commit_visible"), get("step"), get("num_full_steps"), get("num_repeats"), get("num_settled"),
+                   get("has_residual"), get("is_done"), get("more_steps"), get("end_reason")};
+  return make([o] {
+    const int32_t end = *o.context + static_cast<int32_t>(o.length);
+    for (int64_t i = 0; i < o.length; i++) {
+      const bool is_pinned = i < *o.num_pinned;
+      o.canvas[i] = o.answer[i] = is_pinned ? o.prompt[*o.num_prompt - *o.num_pinned + i] : o.noise(i, 0, *o.block_idx);
+      o.is_open[i] = o.is_free[i] = !is_pinned;
+      o.positions[i] = *o.context + static_cast<int32_t>(i);
+      o.visible[i] = o.is_causal ? o.positions[i] + 1 : end;
+      o.commit_visible[i] = committed_visible(o.positions[i], o.block, end);
+    }
+    *o.step = *o.num_full_steps = *o.num_repeats = *o.has_residual = *o.is_done = 0;
+    *o.num_settled = *o.num_pinned;
+    *o.more_steps = !is_set(o.cancel);
+    if (!*o.more_steps) *o.end_reason = kCancelled;
+  });
+}
+
+std::unique_ptr<Op> start_step(const Fields& f) {
+  return make([canvas = f.get<int32_t>("canvas"), is_open = f.get<uint8_t>("is_open"), step = f.get<int32_t>("step"),
+               temperature = f.get<double>("temperature"), t_min = f.find<double>("t_min"), t_max = f.find<double>("t_max"),
+               max_steps = f.get<int32_t>("max_steps"), before = f.get<int32_t>("before"), was_open = f.get<uint8_t>("was_open"),
+               step_temperature = f.get<float>("step_temperature"), length = f.integer("length")] {
+    std::memcpy(before, canvas, static_cast<size_t>(length) * sizeof(int32_t));
+    std::memcpy(was_open, is_open, static_cast<size_t>(length));
+    double value = *temperature != 0 ? *temperature : 1.;
+    if (t_min) {
+      const double remaining = static_cast<double>(*max_steps - *step) / *max_steps;  // 1 at the first step, 1 / max_steps at the last
+      value = (*t_min + (*t_max - *t_min) * remaining) * value;
+    }
+    *step_temperature = static_cast<float>(value);
+  });
+}
+
+// The block that a rule works on, and what all rules leave.
+struct Block {
+  explicit Block(const Fields& f)
+      : length(f.integer("length")), canvas(f.get<int32_t>("canvas")), answer(f.get<int32_t>("answer")), is_open(f.get<uint8_t>("is_open")),
+        committed(f.get<uint8_t>("committed")), changed(f.get<uint8_t>("changed")), step(f.get<int32_t>("step")), max_steps(f.get<int32_t>("max_steps")),
+        num_edits(f.get<int32_t>("num_edits")), is_done(f.get<int32_t>("is_done")), token(f.get<int32_t>("token")) {}
+
+  bool is_last() const { return *step + 1 >= *max_steps; }
+  int64_t num_open() const { return std::count_if(is_open, is_open + length, [](uint8_t open) { return open != 0; }); }
+
+  // chosen = the `count` open slots of highest score; ties go to the lower slot
+  void choose_best(const float* score, int64_t count, uint8_t* chosen) const {
+    std::memset(chosen, 0, static_cast<size_t>(length));
+    for (int64_t left = std::min(count, num_open()); left > 0; left--) {
+      int64_t best = -1;
+      for (int64_t i = 0; i < length; i++)
+        if (is_open[i] && !chosen[i] && (best < 0 || score[i] > score[best])) best = i;
+      chosen[best] = 1;
+    }
+  }
+  // Chosen slots take the predicted token and close.
+  void commit_chosen() const {
+    for (int64_t i = 0; i < length; i++) {
+      if (!committed[i]) continue;
+      canvas[i] = token[i];
+      is_open[i] = 0;
+    }
+  }
+  void finish(bool done) const {
+    std::memcpy(answer, canvas, static_cast<size_t>(length) * sizeof(int32_t));
+    std::memcpy(changed, committed, static_cast<size_t>(length));
+    ++*step;
+    *is_done = done;
+  }
+
+  int64_t length;
+  int32_t *canvas, *answer;
+  uint8_t *is_open, *committed, *changed;
+  int32_t* step;
+  const int32_t* max_steps;
+  int32_t *num_edits, *is_done;
+  const int32_t* token;
+};
+
+// 6
+std::unique_ptr<Op> commit_threshold(const Fields& f) {
+  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), argmax_confidence = f.get<float>("argmax_confidence"), confidence = f.get<float>("confidence"),
+               is_free = f.get<uint8_t>("is_free"), threshold = f.get<float>("threshold"), min_commit = f.get<int32_t>("min_commit"),
+               edit_threshold = f.find<float>("edit_threshold"), max_post_edit_steps = f.find<int32_t>("max_post_edit_steps"),
+               num_full_steps = f.get<int32_t>("num_full_steps"), was_open = f.get<uint8_t>("was_open")] {
+    const bool is_last = b.is_last(), was_full = b.num_open() == 0;
+    int64_t passed = 0;
+    for (int64_t i = 0; i < b.length; i++) {
+      b.committed[i] = b.is_open[i] && (is_last || confidence[i] > *threshold);
+      passed += b.committed[i];
+    }
+    if (!is_last && passed < *min_commit) b.choose_best(confidence, *min_commit, b.committed);
+    b.commit_chosen();
+    *b.num_edits = 0;
+    for (int64_t i = 0; edit_threshold && i < b.length; i++) {
+      if (was_open[i] || !is_free[i] || argmax[i] == b.canvas[i] || !(argmax_confidence[i] > *edit_threshold)) continue;
+      b.canvas[i] = argmax[i];
+      b.committed[i] = 1;
+      ++*b.num_edits;
+    }
+    *num_full_steps += was_full;
+    const bool is_settled = !edit_threshold || *num_full_steps >= *max_post_edit_steps || (was_full && *b.num_edits == 0);
+    b.finish(is_last || (b.num_open() == 0 && is_settled));
+  });
+}
+
+std::unique_ptr<Op> commit_steps(const Fields& f) {
+  return make([b = Block(f), confidence = f.get<float>("confidence")] {
+    const int64_t quota = b.length / *b.max_steps + (*b.step < b.length % *b.max_steps);
+    b.choose_best(confidence, b.is_last() ? b.length : quota, b.committed);
+    b.commit_chosen();
+    *b.num_edits = 0;
+    b.finish(b.num_open() == 0);
+  });
+}
+
+std::unique_ptr<Op> commit_entropy_bound(const Fields& f) {
+  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), entropy = f.get<float>("entropy"), is_free = f.get<uint8_t>("is_free"),
+               bound = f.get<double>("entropy_bound"), stop_entropy = f.get<double>("stop_entropy"), stability = f.get<int32_t>("stability_threshold"),
+               num_repeats = f.get<int32_t>("num_repeats")] {
+    const bool is_last = b.is_last(), is_first = *b.step == 0;
+    bool any_changed = false;
+    double total = 0;
+    int64_t num_free = 0;
+    for (int64_t i = 0; i < b.length; i++) {
+      const int32_t id = is_free[i] ? argmax[i] : b.canvas[i];
+      b.changed[i] = is_first ? is_free[i] : id != b.answer[i];
+      b.answer[i] = id;
+      any_changed |= b.changed[i] != 0;
+      if (is_free[i]) total += entropy[i], num_free++;
+    }
+    // Lowest entropy first, while the sum of those before stays within the bound.
+    std::memset(b.committed, 0, static_cast<size_t>(b.length));
+    double before = 0;
+    for (int64_t n = 0; n < num_free && before <= *bound; n++) {
+      int64_t next = -1;
+      for (int64_t i = 0; i < b.length; i++)
+        if (is_free[i] && !b.committed[i] && (next < 0 || entropy[i] < entropy[next])) next = i;
+      b.committed[next] = 1;
+      before += entropy[next];
+    }
+    for (int64_t i = 0; i < b.length; i++) {
+      if (b.committed[i]) b.canvas[i] = b.token[i];
+      b.is_open[i] = is_free[i] && !b.committed[i];
+    }
+    *num_repeats = any_changed ? 0 : *num_repeats + 1;
+    *b.num_edits = 0;
+    ++*b.step;
+    *b.is_done = is_last || (total / static_cast<double>(num_free) < *stop_entropy && *num_repeats >= *stability);
+  });
+}
+
+// 7
+std::unique_ptr<Op> settle(const Fields& f) {
+  return make([length = f.integer("length"), is_sticky = f.integer("is_sticky") != 0, answer = f.get<int32_t>("answer"), is_open = f.get<uint8_t>("is_open"),
+               is_done = f.get<int32_t>("is_done"), eos = f.get<uint32_t>("eos"), stop = f.get<uint32_t>("stop"), max_tokens = f.get<int64_t>("max_tokens"),
+               num_settled = f.get<int32_t>("num_settled"), num_answer = f.get<int64_t>("num_answer"), end_reason = f.get<int32_t>("end_reason"),
+               is_continued = f.get<int32_t>("is_continued")] {
+    int64_t end = length;
+    if (!*is_done) end = is_sticky ? std::find(is_open, is_open + length, 1) - is_open : *num_settled;
+    for (; *num_settled < end && *end_reason == kGoesOn; ++*num_settled) {
+      const int32_t id = answer[*num_settled];
+      ++*num_answer;
+      if (contains(eos, id)) *end_reason = kEos;
+      else if (contains(stop, id)) *end_reason = kStopToken;
+      else if (*num_answer >= *max_tokens) *end_reason = kMaxTokens;
+    }
+    *is_continued = !*is_done && *end_reason == kGoesOn;
+  });
+}
+
+// 8
+std::unique_ptr<Op> renoise(const Fields& f) {
+  return make([noise = Noise(f), length = f.integer("length"), is_open = f.get<uint8_t>("is_open"), step = f.get<int32_t>("step"),
+               block_idx = f.get<int32_t>("block_idx"), canvas = f.get<int32_t>("canvas")] {
+    for (int64_t i = 0; i < length; i++)
+      if (is_open[i]) canvas[i] = noise(i, *step, *block_idx);
+  });
+}
+
+std::unique_ptr<Op> set_flag(const Fields& f) {
+  return make([flag = f.get<int32_t>("flag"), value = static_cast<int32_t>(f.integer("value"))] { *flag = value; });
+}
+
+// 3
+std::unique_ptr<Op> finish_step(const Fields& f) {
+  return make([is_done = f.get<int32_t>("is_done"), is_finite = f.get<int32_t>("is_finite"), cancel = f.get<int32_t>("cancel"),
+               end_reason = f.get<int32_t>("end_reason"), more_steps = f.get<int32_t>("more_steps")] {
+    if (!*is_finite) *end_reason = kNonFinite;
+    else if (*end_reason == kGoesOn && !*is_done && is_set(cancel)) *end_reason = kCancelled;
+    *more_steps = !*is_done && *end_reason == kGoesOn;
+  });
+}
+
+// 10
+std::unique_ptr<Op> close_block(const Fields& f) {
+  return make([end_reason = f.get<int32_t>("end_reason"), needs_commit = f.get<int32_t>("needs_commit")] { *needs_commit = *end_reason == kGoesOn; });
+}
+
+std::unique_ptr<Op> commit_rows(const Fields& f) {
+  return make([context = f.get<int32_t>("context"), length = static_cast<int32_t>(f.integer("length"))] { *context += length; });
+}
+
+std::unique_ptr<Op> next_block(const Fields& f) {
+  return make([end_reason = f.get<int32_t>("end_reason"), block_idx = f.get<int32_t>("block_idx"), num_pinned = f.get<int32_t>("num_pinned"),
+               more_blocks = f.get<int32_t>("more_blocks")] {
+    ++*block_idx;
+    *num_pinned = 0;
+    *more_blocks = *end_reason == kGoesOn;
+  });
+}
+
+// One record: its kind, then the fields in the order of the listing.
+class Publish : public Op {
+ public:
+  explicit Publish(const Fields& f) : kind_(static_cast<int32_t>(f.integer("kind"))), is_urgent_(f.find<int32_t>("is_urgent")), ring_(f.ring) {
+    if (!ring_) throw std::invalid_argument("publish: the ring is missing");
+    int64_t bytes = sizeof(kind_);
+    for (const auto& [role, pointer] : f.pointers) {
+      if (role == "is_urgent") continue;
+      fields_.push_back({pointer, static_cast<size_t>(f.integer("bytes." + role))});
+      bytes += static_cast<int64_t>(fields_.back().second);
+    }
+    if (bytes > ring_->slot_bytes()) throw std::invalid_argument("publish: a record of " + std::to_string(bytes) + " bytes does not fit the ring");
+  }
+  void run(const Context&) override {
+    ring_->write(!is_urgent_ || *is_urgent_ != 0, [&](uint8_t* slot) {
+      std::memcpy(slot, &kind_, sizeof(kind_));
+      slot += sizeof(kind_);
+      for (const auto& [pointer, bytes] : fields_) {
+        std::memcpy(slot, pointer, bytes);
+        slot += bytes;
+      }
+    });
+  }
+
+ private:
+  int32_t kind_;
+  const int32_t* is_urgent_;  // null: always
+  std::shared_ptr<Ring> ring_;
+  std::vector<std::pair<const void*, size_t>> fields_;
+};
+
+}  // namespace
+
+std::unique_ptr<Op> make_loop_op(const Fields& f) {
+  if (f.op == "publish") return std::make_unique<Publish>(f);
+  using Maker = std::unique_ptr<Op> (*)(const Fields&);
+  static constexpr std::pair<const char*, Maker> makers[] = {
+      {"start_request", start_request}, {"prefill_chunk", prefill_chunk}, {"finish_chunk", finish_chunk},
+      {"start_block", start_block},     {"start_step", start_step},       {"commit_threshold", commit_threshold},
+      {"commit_steps", commit_steps},   {"commit_entropy_bound", commit_entropy_bound},
+      {"settle", settle},               {"renoise", renoise},             {"set_flag", set_flag},
+      {"finish_step", finish_step},     {"close_block", close_block},     {"commit_rows", commit_rows},
+      {"next_block", next_block},
+  };
+  for (const auto& [name, maker] : makers)
+    if (f.op == name) return maker(f);
+  return nullptr;
+}
+
+}  // namespace dlmrt::cpu

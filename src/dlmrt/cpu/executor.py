@@ -1,0 +1,263 @@
+"""One model on the cpu executor, step by step or as a whole loop.
+
+`CpuDenoiser` implements `dlmrt.types.Denoiser`: every call runs one program, and the readable loop of `dlmrt.decode.loop`
+may drive it as it drives any other. `start_loop` runs the whole loop natively; both use the same pieces over the same
+weights and context, so they differ in who decides, not in what is computed.
+
+Left out on purpose: batches; a request has the machine to itself.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import weakref
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.checkpoint.load import Checkpoint
+from dlmrt.cpu.programs import NativeProgram, Params, ProgramStore
+from dlmrt.errors import UnknownOptionError, UsageError, nearest
+from dlmrt.models import qwen3
+from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
+from dlmrt.types import Bool, Float32, Int32
+
+MAX_ROWS = 512  # of one forward that extends the context
+
+FORMATS = {
+    "float32": Formats(matrix="float32", table="float32", cache="float32"),
+    "bfloat16": Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16"),
+    "int8": Formats(matrix="int8", table="bfloat16", cache="bfloat16"),
+}
+
+
+class CpuDenoiser:
+    """Implements `dlmrt.types.Denoiser`.
+
+    Args:
+        params: tensors by Hugging Face name: float32 arrays, or uint16 arrays with the bits of bfloat16.
+        config: of the checkpoint; needs its `diffusion` section.
+        dtype: a name of `FORMATS`.
+        num_threads: None for one a physical core.
+        isa: instruction set of the kernels; "" for the best one that runs here.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None, isa: str = ""
+    ) -> None:
+        assert config.diffusion is not None
+        self.config = config
+        self.diffusion: DiffusionConfig = config.diffusion
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.has_residual = qwen3.has_residual(config)
+        self._formats = FORMATS[dtype]
+        self._store = ProgramStore(config, params, num_threads=_num_threads(num_threads), isa=isa)
+        self._length = 0
+        # Every weight that any program reads is packed now.
+        self._store.reserve(1, 0)
+        self._canvas(self.diffusion.canvas_length)
+        if self.has_residual:
+            self._soft(self.diffusion.canvas_length)
+        self._store.release_params()
+
+    def reset(self) -> None:
+        """Forget the committed context."""
+        self._length = 0
+
+    @property
+    def context_length(self) -> int:
+        """Committed tokens whose keys and values are final."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens.
+
+        Raises:
+            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
+        """
+        if not 0 <= length <= self._length:
+            raise UsageError(f"cannot truncate a context of {self._length} tokens to {length}")
+        if length < self._length:
+            self._check_boundary(length)
+        self._length = length
+
+    def extend(self, ids_S: Int32) -> None:
+        """Append final ids to the committed context, visible to each other as the config says.
+
+        Raises:
+            UsageError: an id outside the vocabulary, too many positions, or a context that ends inside a block of a
+                block-causal model: its tokens would have to see these.
+        """
+        if not len(ids_S):
+            return
+        self._check_boundary(self._length)
+        self._reserve(ids_S)
+        block = self.diffusion.canvas_length
+        chunk = max(MAX_ROWS // block * block, block)
+        program = self._store.get(
+            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=chunk)
+        )
+        is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
+        end = self._length + len(ids_S)
+        for begin in range(0, len(ids_S), chunk):
+            ids = ids_S[begin : begin + chunk]
+            positions = np.arange(self._length, self._length + len(ids), dtype=np.int32)
+            visible = positions + 1 if is_causal else np.minimum((positions // block + 1) * block, end)
+            _fill(program, ids=ids, positions=positions, visible=visible)
+            program.set(rows=len(ids))
+            program.runner.run()
+            self._length += len(ids)
+
+    def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
+        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i.
+
+        Args:
+            canvas_L: ids of the canvas, slot 0 at position `context_length`.
+            residual_LD: z as `soft_embedding` gives it; None stands for 0.
+            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
+
+        Raises:
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+        """
+        start, length = self._length, len(canvas_L)
+        if self.diffusion.logit_shift and not start:
+            raise UsageError(
+                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
+            )
+        if residual_LD is not None and not self.has_residual:
+            raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
+        self._reserve(canvas_L)
+        program = self._canvas(length)
+        positions = np.arange(start, start + length, dtype=np.int32)
+        is_causal = self.diffusion.in_block_attention == "causal"
+        _fill(program, ids=canvas_L, positions=positions, visible=positions + 1 if is_causal else np.full(length, start + length))
+        program.set(rows=length)
+        if self.diffusion.logit_shift:
+            program.set(context=start)
+        if self.has_residual:
+            program.set(has_residual=residual_LD is not None)
+        if residual_LD is not None:
+            is_local = self.diffusion.residual.where == "masked"
+            everywhere = canvas_L == self.diffusion.mask_token_id if is_local else np.ones(length, dtype=bool)
+            _fill(program, residual=residual_LD, where=everywhere if where_L is None else where_L)
+        program.runner.run()
+        return program.states["logits"][:length].copy()
+
+    def soft_embedding(self, probs_LV: Float32) -> Float32:
+        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+        program = self._soft(len(probs_LV))
+        _fill(program, probs=probs_LV)
+        program.set(rows=len(probs_LV))
+        program.runner.run()
+        return program.states["residual"][: len(probs_LV)].copy()
+
+    def start_loop(
+        self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
+        arrays: Mapping[str, npt.NDArray[np.generic]],
+    ) -> LoopRun:  # fmt: skip
+        """Run the whole loop for one request on a thread of its own.
+
+        Args:
+            positions: length of the context that the request may fill.
+            scalars, arrays: inputs of `dlmrt.program.loop` by name; those that the program does not have are left out.
+        """
+        self.reset()
+        self._store.reserve(positions, 0)
+        key = ("loop", options)
+        program = self._store.get(
+            key, lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
+        )
+        program.set(**{name: value for name, value in scalars.items() if name in program.scalars})
+        _fill(program, **{name: values for name, values in arrays.items() if name in program.states})
+        return LoopRun(program)
+
+    def _canvas(self, length: int) -> NativeProgram:
+        rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
+        return self._store.get(
+            ("canvas", rows),
+            lambda: record_canvas(self.config, self._formats, capacity=self._store.capacity, max_rows=rows),
+        )
+
+    def _soft(self, length: int) -> NativeProgram:
+        rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
+        return self._store.get(
+            ("soft_embedding", rows), lambda: record_soft_embedding(self.config, self._formats, max_rows=rows)
+        )
+
+    def _reserve(self, ids: Int32) -> None:
+        if len(ids) and (np.min(ids) < 0 or np.max(ids) >= self.vocab_size):
+            raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
+        self._store.reserve(self._length + len(ids), self._length)
+
+    def _check_boundary(self, length: int) -> None:
+        block = self.diffusion.canvas_length
+        if self.diffusion.context_attention == "block_causal" and length % block:
+            raise UsageError(
+                f"the committed context would end at {length}, inside a block of {block} positions that see each "
+                "other; commit and truncate whole blocks"
+            )
+
+
+class LoopRun:
+    """A native loop that is running; closed runs end before their next forward."""
+
+    def __init__(self, program: NativeProgram) -> None:
+        self._program = program
+        self._types = [np.dtype(program.record_types[kind]) for kind in RECORD_KINDS]
+        program.ring.reset()
+        program.runner.start()
+        _running.add(self)
+
+    def read(self, seconds: float) -> list[tuple[str, np.void]]:
+        """Records (kind, values) that are ready; waits up to `seconds` for one that the loop marks as urgent."""
+        records = []
+        for raw in self._program.ring.read(seconds):
+            kind = int.from_bytes(raw[:4], "little")
+            records.append((RECORD_KINDS[kind], np.frombuffer(raw, dtype=self._types[kind], count=1)[0]))
+        return records
+
+    def cancel(self) -> None:
+        """End the loop before its next forward."""
+        self._program.set(cancel=1)
+
+    def close(self) -> None:
+        """End the loop and wait for it; records not read yet are lost."""
+        self.cancel()
+        self._program.ring.abandon()
+        self._program.runner.join()
+        _running.discard(self)
+
+
+_running: weakref.WeakSet[LoopRun] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    for run in list(_running):
+        run.close()
+
+
+def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> CpuDenoiser:
+    """Load the weights of `checkpoint` in `dtype`: "auto" for the checkpoint's own, or a name of `FORMATS`.
+
+    Raises:
+        DeviceError: the model does not fit the memory, or DLMRT_CPU_ISA names an instruction set that cannot run here.
+    """
+    wanted = checkpoint.config.dtype if dtype == "auto" else dtype
+    if wanted == "float16":
+        wanted = "bfloat16" if dtype == "auto" else wanted
+    if wanted not in FORMATS:
+        raise UnknownOptionError(f"dtype {wanted!r} is not a type of the cpu executor{nearest(wanted, (*FORMATS, 'auto'))}")
+    return CpuDenoiser(
+        {name: _raw(tensor) for name, tensor in checkpoint.tensors(qwen3.tensor_shapes(checkpoint.config))},
+        checkpoint.config, dtype=wanted, num_threads=num_threads, isa=os.environ.get("DLMRT_CPU_ISA", ""),
+    )  # fmt: skip

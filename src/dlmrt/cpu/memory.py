@@ -1,0 +1,89 @@
+"""Memory of the cpu executor: aligned arrays by name, rotary tables, and the check that all of it fits.
+
+Source: ours; limits of control groups from the kernel's cgroup-v2 documentation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.errors import DeviceError
+from dlmrt.models.config import RopeConfig
+from dlmrt.ops.numerics import rope_inv_freq
+from dlmrt.program.nodes import Buffer, maximum
+from dlmrt.program.plan import ALIGNMENT
+
+Bytes = npt.NDArray[np.uint8]
+
+
+def aligned(num_bytes: int) -> Bytes:
+    """Zeroed bytes that begin on a cache line."""
+    raw = np.zeros(num_bytes + ALIGNMENT, dtype=np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + num_bytes]
+
+
+def address(array: npt.NDArray[np.generic]) -> int:
+    """Where `array` begins."""
+    return int(array.ctypes.data)
+
+
+def array_of(buffer: Buffer, memory: Bytes) -> npt.NDArray[np.generic]:
+    """Row-major view of a state's memory at its largest size."""
+    shape = tuple(maximum(dim) for dim in buffer.shape)
+    return memory[: buffer.num_bytes].view(np.dtype(buffer.dtype)).reshape(shape)
+
+
+def rope_tables(rope: RopeConfig, head_dim: int, capacity: int) -> tuple[Bytes, Bytes]:
+    """Cosines and sines float32 [C, H / 2] as bytes. Phases are fp32 products, as in the eager executor."""
+    inv_freq, factor = rope_inv_freq(rope, head_dim)
+    phase = np.arange(capacity, dtype=np.float32)[:, None] * inv_freq
+    tables = (np.cos(phase.astype(np.float64)), np.sin(phase.astype(np.float64)))
+    cos, sin = (_copied((table.astype(np.float32) * np.float32(factor))) for table in tables)
+    return cos, sin
+
+
+def _copied(values: npt.NDArray[np.float32]) -> Bytes:
+    memory = aligned(values.nbytes)
+    memory[:] = np.ascontiguousarray(values).view(np.uint8).reshape(-1)
+    return memory
+
+
+def check_fits(needed_bytes: int, what: str) -> None:
+    """Refuse what would not fit, before anything is allocated.
+
+    Raises:
+        DeviceError: `needed_bytes` are more than the machine or its control group has left.
+    """
+    available = available_bytes()
+    if available is not None and needed_bytes > available:
+        raise DeviceError(
+            f"{what} needs {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB) of memory, {available:,} "
+            f"({available / 2**30:.2f} GiB) are available; free memory, or choose a smaller dtype or context"
+        )
+
+
+def available_bytes() -> int | None:
+    """Memory that can be had without swapping, None where the system does not say."""
+    limits = []
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
+        if "MemAvailable" in fields:
+            limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        limits.append(max(limit - used, 0))
+    return min(limits) if limits else None
+
+
+def _number(path: Path) -> int | None:
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

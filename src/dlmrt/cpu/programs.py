@@ -1,0 +1,210 @@
+"""Programs of one model on the native runner: weights packed once, memory shared, programs bound to it as they are asked for.
+
+All programs of a model share its packed weights, one arena of scratch (only one runs at a time) and the committed context.
+When the context must hold more positions, or a program needs more scratch, that memory is replaced and every program is
+bound anew at its next use: growth happens between requests, never while a program runs.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.cpu.lower import DTYPES, PAGE_SIZE, Lowered, group_of, lower
+from dlmrt.cpu.memory import Bytes, address, aligned, array_of, check_fits, rope_tables
+from dlmrt.models.config import ModelConfig
+from dlmrt.models.qwen3 import EMBEDDING, HEAD
+from dlmrt.program.forwards import CONTEXT
+from dlmrt.program.loop import record_types
+from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, walk
+from dlmrt.program.plan import Plan, plan
+
+Params = Mapping[str, npt.NDArray[np.generic]]  # float32, or uint16 for the bits of bfloat16
+
+RING_SLOTS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class NativeProgram:
+    """A program bound to memory, ready to run."""
+
+    runner: object
+    scalars: Mapping[str, npt.NDArray[np.generic]]  # each of shape [1]
+    states: Mapping[str, npt.NDArray[np.generic]]  # row-major states, at their largest size
+    ring: object | None
+    record_types: Mapping[str, npt.DTypeLike]
+    memory: object  # what the runner's addresses point into
+
+    def set(self, **values: int | float) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self.scalars[name][0] = value
+
+
+class ProgramStore:
+    """Weights, context and programs of one model.
+
+    Args:
+        params: the checkpoint's tensors; kept only while weights are being packed.
+        num_threads: size of the pool.
+        isa: name of an instruction set, "" for the best one.
+    """
+
+    def __init__(self, config: ModelConfig, params: Params, *, num_threads: int, isa: str = "") -> None:
+        from dlmrt.cpu import _native
+
+        self.config = config
+        self.capacity = 0  # positions that the context holds
+        self.isa = isa
+        self._native = _native
+        self._pool = _native.Pool(num_threads)
+        self._params: Params | None = params
+        self._packed: dict[tuple[str, str], object] = {}
+        self._tables: dict[tuple[str, str], Bytes] = {}
+        self._context: dict[str, Bytes] = {}
+        self._rope: tuple[Bytes, Bytes] = (aligned(0), aligned(0))
+        self._arena = aligned(0)
+        self._programs: dict[Hashable, NativeProgram] = {}
+
+    def get(self, key: Hashable, record: Callable[[], Program]) -> NativeProgram:
+        """The program called `key`, recorded and bound at its first use."""
+        if key not in self._programs:
+            lowered = lower(record(), self.config)
+            placement = plan(lowered.program)
+            self._load_weights(lowered)
+            if placement.num_bytes > len(self._arena):
+                self._programs.clear()
+                check_fits(placement.num_bytes - len(self._arena), "scratch memory")
+                self._arena = aligned(placement.num_bytes)
+            self._programs[key] = self._bind(lowered, placement)
+        return self._programs[key]
+
+    def release_params(self) -> None:
+        """Weights are packed: forget where they came from."""
+        self._params = None
+
+    def reserve(self, positions: int, kept: int) -> None:
+        """Make room for `positions` in the context, keeping the first `kept`."""
+        if positions <= self.capacity:
+            return
+        limit = self.config.max_position_embeddings
+        wanted = max(positions, min(limit, max(1024, 1 << (positions - 1).bit_length())))
+        self.capacity = -(-wanted // PAGE_SIZE) * PAGE_SIZE
+        self._programs.clear()
+        self._rope = rope_tables(self.config.rope, self.config.head_dim, self.capacity)
+        if not kept:
+            self._context.clear()
+
+    def _load_weights(self, lowered: Lowered) -> None:
+        """Pack or copy the weights of a program that are not there yet."""
+        missing = [b for b in lowered.program.buffers() if b.kind == "weight" and not self._has(b)]
+        check_fits(sum(b.num_bytes for b in missing), "the model")
+        for buffer in missing:
+            if buffer in lowered.sources:
+                self._packed[buffer.name, buffer.dtype] = self._pack(buffer, lowered.sources[buffer])
+            else:
+                self._tables[buffer.name, buffer.dtype] = self._copy(buffer)
+
+    def _has(self, buffer: Buffer) -> bool:
+        key = (buffer.name, buffer.dtype)
+        return key in self._packed or key in self._tables or buffer.name in ("rope.cos", "rope.sin")
+
+    def _param(self, name: str) -> npt.NDArray[np.generic]:
+        assert self._params is not None, f"{name} is asked for after the weights were packed"
+        is_tied = name == HEAD and self.config.tie_word_embeddings
+        return np.ascontiguousarray(self._params[EMBEDDING if is_tied else name])
+
+    def _pack(self, buffer: Buffer, tensors: tuple[Buffer, ...]) -> object:
+        arrays = [self._param(tensor.name) for tensor in tensors]
+        sources = [(_source_type(a), address(a), a.shape[0], a.shape[1], 0, 0, 0.0) for a in arrays]
+        n, k = buffer.shape
+        return self._native.pack_weight(self._pool, sources, DTYPES[buffer.dtype], group_of(buffer.dtype), n, k)
+
+    def _copy(self, buffer: Buffer) -> Bytes:
+        """A tensor kept in rows: norms and the embedding table."""
+        values = self._param(buffer.name)
+        memory = aligned(buffer.num_bytes)
+        if buffer.dtype == "bfloat16":
+            bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
+            memory.view(np.uint16)[:] = bits.reshape(-1)
+        else:
+            memory.view(np.float32)[:] = to_float32(values).reshape(-1)
+        return memory
+
+    def _bind(self, lowered: Lowered, placement: Plan) -> NativeProgram:
+        program, types = lowered.program, record_types(lowered.program)
+        slot_bytes = max((np.dtype(t).itemsize for t in types.values()), default=0)
+        ring = self._native.Ring(RING_SLOTS, slot_bytes) if types else None
+        states, scalars, places = {}, {}, {}
+        kept: list[object] = [self._arena, self._rope]
+        for buffer in program.buffers():
+            if buffer.kind == "weight":
+                places[buffer] = self._place_of_weight(buffer)
+            elif buffer.kind == "scratch":
+                places[buffer] = address(self._arena) + placement.offsets[buffer]
+            elif buffer.name == "ring":
+                places[buffer] = ring
+            else:
+                memory = self._state(buffer)
+                kept.append(memory)
+                places[buffer] = address(memory)
+                if buffer.kind == "scalar":
+                    scalars[buffer.name] = memory.view(np.dtype(buffer.dtype))[:1]
+                elif not buffer.name.startswith(CONTEXT):
+                    states[buffer.name] = array_of(buffer, memory)
+        runner = self._native.Runner(self._pool, self.isa)
+        _add(runner, program.body, places)
+        return NativeProgram(
+            runner=runner, scalars=scalars, states=states, ring=ring, record_types=types, memory=kept
+        )
+
+    def _state(self, buffer: Buffer) -> Bytes:
+        """Memory of a state or scalar; that of the context is shared and grows with its contents."""
+        if not buffer.name.startswith(CONTEXT):
+            return aligned(max(buffer.num_bytes, 8))
+        memory = self._context.get(buffer.name)
+        if memory is None or len(memory) < buffer.num_bytes:
+            check_fits(buffer.num_bytes, "the context")
+            grown = aligned(buffer.num_bytes)
+            if memory is not None:
+                grown[: len(memory)] = memory
+            memory = self._context[buffer.name] = grown
+        return memory
+
+    def _place_of_weight(self, buffer: Buffer) -> object:
+        if buffer.name in ("rope.cos", "rope.sin"):
+            return address(self._rope[buffer.name == "rope.sin"])
+        key = (buffer.name, buffer.dtype)
+        return self._packed[key] if key in self._packed else address(self._tables[key])
+
+
+def _add(runner: object, body: tuple[Node, ...], places: Mapping[Buffer, object]) -> None:
+    for node in body:
+        if isinstance(node, Kernel):
+            operands = {role: places[b] for role, b in (node.inputs | node.outputs).items()}
+            runner.add(node.op, operands, {name: float(value) for name, value in node.attributes.items()})
+            continue
+        (runner.begin_while if isinstance(node, While) else runner.begin_if)(places[node.flag])
+        _add(runner, node.body, places)
+        runner.end()
+
+
+def to_float32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+    """float32, float16, or the bits of bfloat16 in uint16, as float32."""
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32, copy=False)
+
+
+def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def _source_type(values: npt.NDArray[np.generic]) -> int:
+    return DTYPES["bfloat16" if values.dtype == np.uint16 else "float32"]

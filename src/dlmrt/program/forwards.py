@@ -1,0 +1,130 @@
+"""The forwards of one model as programs: extend the context, look at a canvas, turn a prediction into a residual.
+
+`ModelParts` holds a program's weights and caches and records the pieces; the step-by-step programs below and the loop
+of `dlmrt.program.loop` are made of the same pieces, so what one forward computes cannot depend on who drives it.
+
+A canvas forward writes the keys and values of its rows into the cache, at the positions behind the committed context:
+there they are overwritten by the next forward and seen by no row that is not told so, since `visible` bounds each row.
+
+Legend: T rows of a forward, C positions of the cache, D model width, V vocabulary.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dlmrt.models import qwen3
+from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.program.nodes import Buffer, Program, Rows
+from dlmrt.program.record import CacheAttention, Recorder
+
+CONTEXT = "context."  # states of this prefix are the committed context, which all programs of a model share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Types in which a program keeps what it reads. Example: ``Formats(matrix="int8", table="bfloat16", cache="bfloat16")``."""
+
+    matrix: str = "float32"  # linear layers and the head
+    table: str = "float32"  # embedding rows, for lookups and soft embeddings
+    cache: str = "float32"  # keys and values
+
+
+class ModelParts:
+    """Weights and caches of `config` in one program.
+
+    Args:
+        capacity: positions that the caches hold.
+    """
+
+    def __init__(self, recorder: Recorder, config: ModelConfig, formats: Formats, *, capacity: int) -> None:
+        assert config.diffusion is not None
+        self.recorder, self.config = recorder, config
+        self.diffusion: DiffusionConfig = config.diffusion
+        self.params = {
+            name: recorder.weight(name, _format(name, shape, formats), shape)
+            for name, shape in qwen3.tensor_shapes(config).items()
+        }
+        self._head_params = self.params
+        if config.tie_word_embeddings and formats.matrix != formats.table:
+            # One tensor in two formats: a table for lookups, a matrix for the head.
+            head = recorder.weight(qwen3.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
+            self._head_params = self.params | {qwen3.EMBEDDING: head}
+        shape = (capacity, 2, config.num_kv_heads, config.head_dim)
+        self.caches = tuple(recorder.state(f"{CONTEXT}cache.{i}", formats.cache, shape) for i in range(config.num_layers))
+        self._hidden: Buffer | None = None
+        if self.diffusion.logit_shift:
+            self._hidden = recorder.state(f"{CONTEXT}hidden", "float32", (capacity, config.hidden_size))
+
+    def extend(self, ids: Buffer, positions: Buffer, visible: Buffer) -> None:
+        """Append final ids [T] to the context."""
+        hidden = self._forward(ids, positions, visible, z=None, where=None)
+        if self._hidden is not None:
+            self.recorder.call("hidden_store", {"hidden": hidden, "positions": positions, "cache": self._hidden})
+
+    def canvas(
+        self, ids: Buffer, positions: Buffer, visible: Buffer, context: Buffer, *, z: Buffer | None, where: Buffer | None
+    ) -> Buffer:
+        """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
+        hidden = self._forward(ids, positions, visible, z=z, where=where)
+        if self._hidden is not None:
+            hidden = self.recorder.call("shift", {"hidden": hidden, "cache": self._hidden, "context": context})["y"]
+        return qwen3.head(self.recorder, self._head_params, self.config, hidden)
+
+    def soft_embedding(self, probs: Buffer, residual: Buffer) -> None:
+        """Write the residual of probs [T, V]."""
+        z = qwen3.soft_embedding(self.recorder, self.params, self.config, probs)
+        self.recorder.call("output", {"x": z}, outputs={"y": residual})
+
+    def _forward(
+        self, ids: Buffer, positions: Buffer, visible: Buffer, *, z: Buffer | None, where: Buffer | None
+    ) -> Buffer:
+        attend = CacheAttention(recorder=self.recorder, caches=self.caches, positions=positions, visible=visible)
+        return qwen3.forward(self.recorder, self.params, self.config, ids, positions, attend, z=z, where=where)
+
+
+def record_extend(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
+    """Append rows `ids` at `positions` to the context; the host fills the inputs."""
+    recorder = Recorder("extend", cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=capacity)
+    rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
+    model.extend(*_row_inputs(recorder, rows))
+    return recorder.finish()
+
+
+def record_canvas(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
+    """State `logits` [T, V] of a canvas; the host fills ids, positions, visible, context and, if any, the residual."""
+    recorder = Recorder("canvas", cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=capacity)
+    rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
+    inputs = _row_inputs(recorder, rows)
+    z, where = None, None
+    if qwen3.has_residual(config):
+        z = recorder.state("residual", "float32", (rows, config.hidden_size), present=recorder.scalar("has_residual"))
+        where = recorder.state("where", "bool", (rows,))
+    logits = model.canvas(*inputs, recorder.scalar("context"), z=z, where=where)
+    recorder.call("output", {"x": logits}, outputs={"y": recorder.state("logits", "float32", (rows, config.vocab_size))})
+    return recorder.finish()
+
+
+def record_soft_embedding(config: ModelConfig, formats: Formats, *, max_rows: int) -> Program:
+    """State `residual` [T, D] of state `probs` [T, V]."""
+    recorder = Recorder("soft_embedding", cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=0)
+    rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
+    probs = recorder.state("probs", "float32", (rows, config.vocab_size))
+    model.soft_embedding(probs, recorder.state("residual", "float32", (rows, config.hidden_size)))
+    return recorder.finish()
+
+
+def _row_inputs(recorder: Recorder, rows: Rows) -> tuple[Buffer, Buffer, Buffer]:
+    ids, positions, visible = (recorder.state(name, "int32", (rows,)) for name in ("ids", "positions", "visible"))
+    return ids, positions, visible
+
+
+def _format(name: str, shape: tuple[int, ...], formats: Formats) -> str:
+    if len(shape) == 1:
+        return "float32"
+    return formats.table if name == qwen3.EMBEDDING else formats.matrix

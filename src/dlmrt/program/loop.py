@@ -1,0 +1,232 @@
+"""The denoising loop as a program: the numbered steps of `dlmrt.decode.loop`, recorded once, run without Python.
+
+What a request may change lives in scalars and states that the host fills before the run: the prompt, lengths, limits,
+thresholds, keys of the random streams, sets of ids as bits. What is fixed per program is in `LoopOptions`: it decides
+which kernels there are. The host learns what happened from records that the program appends to a ring: one for the
+prefill, one a step, one a block.
+
+A step whose logits are not finite decides nothing: the block closes with the end reason `NON_FINITE` and the rows at fault.
+
+Source: ours; steps as in dlmrt.decode.loop, which is what it must equal token for token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.models import qwen3
+from dlmrt.models.config import ModelConfig
+from dlmrt.program.forwards import Formats, ModelParts
+from dlmrt.program.nodes import Buffer, Kernel, Program, Rows, maximum, walk
+from dlmrt.program.record import URGENT, Recorder
+
+# Values of the scalar `end_reason`, in the order of their index; 0: the answer goes on.
+END_REASONS = ("", "eos", "stop_token", "max_tokens", "cancelled", "non_finite")
+
+RECORD_KINDS = ("prefill", "step", "block", "end")  # values of a record's first word
+
+_RULE_SCALARS = {
+    "threshold": {"threshold": "float32", "min_commit": "int32"},
+    "joint_threshold": {
+        "threshold": "float32", "min_commit": "int32", "edit_threshold": "float32", "max_post_edit_steps": "int32",
+    },
+    "entropy_bound": {"entropy_bound": "float64", "stop_entropy": "float64", "stability_threshold": "int32"},
+    "steps": {},
+}  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopOptions:
+    """What one loop program is recorded for; requests that differ in other settings share it."""
+
+    canvas_length: int
+    prefill_chunk: int  # rows of one prefill forward at most
+    commit_rule: str
+    is_greedy: bool = True
+    is_filtered: bool = False  # top-k, top-p or min-p in use
+    use_residual: bool = False
+    keeps_residual: bool = False  # step records carry the residual that the next step consumes
+
+
+def record_loop(config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int) -> Program:
+    """The whole loop for one request in a context of `capacity` positions."""
+    recorder = Recorder("loop", cache=formats.cache)
+    return _Loop(recorder, config, formats, options, capacity).record()
+
+
+class _Loop:
+    """Buffers of the loop by name, and its parts in order."""
+
+    def __init__(
+        self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int
+    ) -> None:
+        self.r, self.config, self.options = recorder, config, options
+        self.model = ModelParts(recorder, config, formats, capacity=capacity)
+        self.diffusion = self.model.diffusion
+        length, words = options.canvas_length, -(-config.vocab_size // 32)
+        self.buffers: dict[str, Buffer] = {"prompt": recorder.state("prompt", "int32", (capacity,))}
+        for name in ("eos", "stop", "banned"):
+            self.buffers[name] = recorder.state(name, "uint32", (words,))
+        for name in ("canvas", "before", "answer", "positions", "visible", "commit_visible", "argmax", "token"):
+            self.buffers[name] = recorder.state(name, "int32", (length,))
+        for name in ("argmax_confidence", "confidence", "entropy", "log_sum_exp"):
+            self.buffers[name] = recorder.state(name, "float32", (length,))
+        for name in ("is_open", "was_open", "is_free", "committed", "changed", "is_finite_row"):
+            self.buffers[name] = recorder.state(name, "bool", (length,))
+        self.ring = recorder.state("ring", "uint8", (0,))
+        if self.diffusion.noise == "uniform":
+            self.buffers["allowed"] = recorder.state("allowed", "int32", (config.vocab_size,))
+            self._scalars({"num_allowed": "int32", "noise_key": "uint64"})
+        self._scalars(
+            dict.fromkeys(("num_prompt", "num_prefill", "cancel", "wants_steps", "max_steps"), "int32")
+            | {"max_tokens": "int64", "temperature": "float64"} | _RULE_SCALARS[options.commit_rule]
+        )  # fmt: skip
+        if options.commit_rule == "entropy_bound":
+            self._scalars({"t_min": "float64", "t_max": "float64"})
+        if not options.is_greedy:
+            self._scalars({"seed": "uint64"})
+        if options.is_filtered:
+            self._scalars({"top_k": "int64", "top_p": "float64", "min_p": "float32"})
+        self._scalars(
+            dict.fromkeys(
+                ("context", "num_prefill_forwards", "more_prefill", "more_blocks", "block_idx", "num_pinned", "end_reason",
+                 "step", "num_full_steps", "num_repeats", "num_settled", "has_residual", "is_done", "more_steps",
+                 "num_edits", "is_finite", "is_continued", "needs_commit"), "int32",
+            ) | {"num_answer": "int64", "step_temperature": "float32"}
+        )  # fmt: skip
+        self.residual: Buffer | None = None
+        if options.use_residual:
+            shape = (length, config.hidden_size)
+            self.residual = recorder.state("residual", "float32", shape, present=self.buffers["has_residual"])
+
+    def record(self) -> Program:
+        """All of it."""
+        self._prefill()
+        with self.r.while_(self.buffers["more_blocks"]):
+            self._start_block()
+            with self.r.while_(self.buffers["more_steps"]):
+                self._step()
+            self._close_block()
+        self.r.publish("end", self.ring, {})
+        return self.r.finish()
+
+    def _prefill(self) -> None:
+        """Step 1."""
+        b, r = self.buffers, self.r
+        self._call("start_request")
+        rows = Rows(symbol="T", maximum=self.options.prefill_chunk, count=r.scalar("chunk_rows"))
+        b["chunk_rows"] = rows.count
+        ids, positions, visible = (r.state(f"prefill.{name}", "int32", (rows,)) for name in ("ids", "positions", "visible"))
+        with r.while_(b["more_prefill"]):
+            self._call(
+                "prefill_chunk", outputs={"ids": ids, "positions": positions, "visible": visible},
+                chunk=self.options.prefill_chunk, **self._visibility(),
+            )  # fmt: skip
+            self.model.extend(ids, positions, visible)
+            self._call("finish_chunk")
+        r.publish("prefill", self.ring, self._some("context", "num_prefill_forwards"))
+
+    def _start_block(self) -> None:
+        """Steps 2 and 3."""
+        self._call("start_block", **self._noise(), **self._visibility(), in_block=self.diffusion.in_block_attention)
+
+    def _step(self) -> None:
+        """Steps 4 to 8 and the record of the step."""
+        b, r, options = self.buffers, self.r, self.options
+        self._call("start_step", is_schedule=options.commit_rule == "entropy_bound")
+        where = b["was_open"] if self.diffusion.residual.where == "masked" else None
+        logits = self.model.canvas(b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where)
+        self._predict(logits)
+        with r.if_(b["is_finite"]):
+            self._commit()
+            self._call("settle", is_sticky=options.commit_rule in ("threshold", "steps"))
+            with r.if_(b["is_continued"]):
+                self._call("renoise", **self._noise())
+                if self.residual is not None:
+                    probs = self._call_raw("probabilities", {"logits": logits})["probs"]
+                    self.model.soft_embedding(probs, self.residual)
+                    r.call("set_flag", {}, outputs={"flag": b["has_residual"]}, value=1)
+            fields = self._some(
+                "block_idx", "step", "num_edits", "num_full_steps", "num_repeats", "is_done", "end_reason", "is_continued",
+                "num_answer", "before", "canvas", "answer", "argmax", "token", "argmax_confidence",
+                "confidence", "entropy", "was_open", "is_open", "committed", "changed",
+            )  # fmt: skip
+            if options.keeps_residual and self.residual is not None:
+                fields["residual"] = self.residual
+            r.publish("step", self.ring, fields, urgent=b["wants_steps"])
+        self._call("finish_step")
+
+    def _predict(self, logits: Buffer) -> None:
+        """Step 5."""
+        options, inputs = self.options, {"logits": logits}
+        if not options.is_greedy:
+            # Where nothing is sticky, decided slots are predicted anew.
+            inputs["is_drawn"] = self.buffers["is_free" if options.commit_rule == "entropy_bound" else "was_open"]
+        self._call_raw("predict", inputs, is_greedy=options.is_greedy, is_filtered=options.is_filtered)
+
+    def _commit(self) -> None:
+        """Step 6."""
+        rule = self.options.commit_rule
+        if rule in ("threshold", "joint_threshold"):
+            self._call("commit_threshold")
+        elif rule == "steps":
+            self._call("commit_steps")
+        else:
+            self._call("commit_entropy_bound")
+
+    def _close_block(self) -> None:
+        """Steps 9 and 10."""
+        b, r = self.buffers, self.r
+        self._call("close_block")
+        with r.if_(b["needs_commit"]):
+            self.model.extend(b["answer"], b["positions"], b["commit_visible"])
+            self._call("commit_rows", length=self.options.canvas_length)
+        r.publish("block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row"))
+        self._call("next_block")
+
+    def _scalars(self, names: dict[str, str]) -> None:
+        self.buffers |= {name: self.r.scalar(name, dtype) for name, dtype in names.items()}
+
+    def _some(self, *names: str) -> dict[str, Buffer]:
+        return {name: self.buffers[name] for name in names}
+
+    def _call(self, op: str, *, outputs: dict[str, Buffer] | None = None, **attributes: int | float | str | bool) -> None:
+        self._call_raw(op, {}, outputs=outputs, **attributes)
+
+    def _call_raw(
+        self, op: str, inputs: dict[str, Buffer], *, outputs: dict[str, Buffer] | None = None,
+        **attributes: int | float | str | bool,
+    ) -> dict[str, Buffer]:  # fmt: skip
+        """Record `op` with every operand that has the name of one of the loop's buffers."""
+        return self.r.call_named(op, self.buffers | inputs, outputs=outputs, **attributes)
+
+    def _noise(self) -> dict[str, int]:
+        """The id that fills open slots; -1: uniform ids."""
+        return {"mask_token_id": -1 if self.diffusion.mask_token_id is None else self.diffusion.mask_token_id}
+
+    def _visibility(self) -> dict[str, int]:
+        """Attribute `block` of committed rows: they see whole blocks of that length; 0: only what stands before them."""
+        is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
+        return {"block": 0 if is_causal else self.diffusion.canvas_length}
+
+
+def has_loop_residual(config: ModelConfig, use_residual: bool) -> bool:
+    """Whether a request's program carries the residual pathway."""
+    return use_residual and qwen3.has_residual(config)
+
+
+def record_types(program: Program) -> dict[str, npt.DTypeLike]:
+    """Numpy structure of each kind of ring record of `program`: an int32 `kind`, then the published fields, packed."""
+    types: dict[str, npt.DTypeLike] = {}
+    for node in walk(program.body):
+        if isinstance(node, Kernel) and node.op == "publish":
+            fields = [("kind", np.int32, ())]
+            fields += [
+                (name, np.dtype(buffer.dtype), tuple(maximum(dim) for dim in buffer.shape))
+                for name, buffer in node.inputs.items() if name != URGENT
+            ]  # fmt: skip
+            types[str(node.attributes["kind"])] = np.dtype(fields)
+    return types

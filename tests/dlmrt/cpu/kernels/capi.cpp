@@ -1,0 +1,110 @@
+// C interface of the kernels for the Python tests: every kernel by instruction set name, split over a pool of threads.
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "pack.hpp"
+#include "pool.hpp"
+
+using namespace dlmrt::cpu;
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+Pool& pool(int threads) {
+  static std::map<int, std::unique_ptr<Pool>> pools;
+  std::unique_ptr<Pool>& p = pools[threads];
+  if (!p) p = std::make_unique<Pool>(threads);
+  return *p;
+}
+
+// Scratch of each worker, allocated to the byte so that a sanitizer sees overruns.
+struct Scratch {
+  std::vector<void*> blocks;
+  Scratch(int threads, int64_t bytes) {
+    for (int i = 0; i < threads; i++) blocks.push_back(bytes ? aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))) : nullptr);
+  }
+  ~Scratch() {
+    for (void* b : blocks) free(b);
+  }
+};
+
+template <class F>
+void spread(int threads, int64_t units, int64_t scratch_bytes, F f) {
+  Scratch scratch(threads, scratch_bytes);
+  pool(threads).split(units, 1, [&](Range r, int worker) { f(r, scratch.blocks[static_cast<size_t>(worker)]); });
+}
+
+}  // namespace
+
+// Names that run here, separated by spaces.
+EXPORT void dlmrt_runnable(char* out, int size) {
+  std::string names;
+  for (const KernelTable* t : runnable_kernels()) names += (names.empty() ? "" : " ") + std::string(t->name);
+  strncpy(out, names.c_str(), static_cast<size_t>(size));
+}
+// Name that was selected, or the error message; returns whether it was an error.
+EXPORT int dlmrt_select(const char* name, char* out, int size) {
+  try {
+    strncpy(out, select_kernels(name).name, static_cast<size_t>(size));
+    return 0;
+  } catch (const std::invalid_argument& e) {
+    strncpy(out, e.what(), static_cast<size_t>(size));
+    return 1;
+  }
+}
+EXPORT int dlmrt_default_num_threads() { return default_num_threads(); }
+EXPORT int64_t dlmrt_operand_bytes(int dtype, int64_t rows, int64_t width) { return operand_bytes(static_cast<DType>(dtype), rows, width); }
+EXPORT int64_t dlmrt_panel_bytes(int dtype, int64_t group, int64_t k) { return panel_bytes(static_cast<DType>(dtype), group, k); }
+EXPORT int64_t dlmrt_kv_page_bytes(const KvCache* c) { return kv_page_bytes(*c); }
+EXPORT int64_t dlmrt_find_bad_scale(const uint8_t* scales, int64_t n) { return find_bad_scale(scales, n); }
+EXPORT void dlmrt_pack(const Source* sources, int count, const Weight* into, int threads) {
+  pool(threads).split(num_panels(into->n), 1, [&](Range r, int) { pack(sources, count, *into, r); });
+}
+// Workers that ran in a child of this process, after the pool was used here: -1 on failure.
+EXPORT int dlmrt_count_workers(int threads) {
+  std::atomic<int> count{0};
+  pool(threads).run([&](int) { count++; });
+  return count;
+}
+
+EXPORT void dlmrt_linear(const char* isa, const LinearArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, num_panels(t->weight.n), weight_scratch_bytes(t->weight), [&](Range r, void* s) { k.linear(*t, r, s); });
+}
+#define ROWS(name, Args)                                                                       \
+  EXPORT void dlmrt_##name(const char* isa, const Args* t, int threads) {                      \
+    const KernelTable& k = select_kernels(isa);                                                \
+    spread(threads, t->rows, 0, [&](Range r, void*) { k.name(*t, r); });                       \
+  }
+ROWS(rms_norm, RmsNormArgs)
+ROWS(quantize_rows, QuantizeArgs)
+ROWS(silu_mul, SiluMulArgs)
+ROWS(scaled_add, ScaledAddArgs)
+ROWS(qk_norm_rope_store, QkvArgs)
+ROWS(embed, EmbedArgs)
+EXPORT void dlmrt_attention(const char* isa, const AttentionArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, attention_units(*t), attention_scratch_bytes(*t), [&](Range r, void* s) { k.attention(*t, r, s); });
+}
+EXPORT void dlmrt_head_stats(const char* isa, const HeadArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, head_tiles(t->weight.n), head_scratch_bytes(*t), [&](Range r, void* s) { k.head_stats(*t, r, s); });
+}
+EXPORT void dlmrt_head_merge(const char* isa, const HeadMergeArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, ceil_div(t->rows, 16), 0, [&](Range r, void*) { k.head_merge(*t, r); });
+}
+EXPORT void dlmrt_probabilities(const char* isa, const ProbabilitiesArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, head_tiles(t->out.width), 0, [&](Range r, void*) { k.probabilities(*t, r); });
+}
+EXPORT void dlmrt_soft_embedding(const char* isa, const SoftEmbeddingArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, num_panels(t->width), 0, [&](Range r, void*) { k.soft_embedding(*t, r); });
+}

@@ -1,0 +1,271 @@
+"""The kernels' test library through ctypes: builds it once per source state, mirrors its structs, owns aligned buffers.
+
+The structs are those of csrc/kernels/args.hpp, field by field; a mismatch would show at once as wrong numbers.
+
+Legend: M rows, N output columns, K inner width, H head width, V vocabulary.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import fcntl
+import hashlib
+import os
+import subprocess
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+HERE = Path(__file__).parent
+REPOSITORY = HERE.parents[3]
+SOURCES = REPOSITORY / "src" / "dlmrt" / "cpu"
+
+F32, BF16, INT8, NVFP4, INT4 = range(5)
+HEAD_TILE, MAX_TOP = 128, 8
+BANNED_LOGIT = np.float32(-1e30)
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+Pointer = C.c_void_p
+
+
+def build(sanitize: str = "") -> Path:
+    """Folder of the test build; compiles when a source changed. Concurrent callers wait for each other."""
+    files = [*(SOURCES / "csrc" / "kernels").rglob("*.[ch]pp"), SOURCES / "CMakeLists.txt", HERE / "capi.cpp", HERE / "test_kernels.cpp",
+             HERE / "CMakeLists.txt", REPOSITORY / "benchmarks" / "cpu_kernels.cpp"]  # fmt: skip
+    digest = hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:12]
+    folder = REPOSITORY / "build" / f"cpu-kernels-{digest}{'-' + sanitize.replace(',', '-') if sanitize else ''}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            for command in (
+                ["cmake", "-G", "Ninja", "-S", HERE, "-B", folder, f"-DDLMRT_SANITIZE={sanitize}", "-DDLMRT_WERROR=ON"],
+                ["nice", "-n", "10", "cmake", "--build", folder],
+            ):
+                done = subprocess.run(command, capture_output=True, text=True, check=False)
+                assert done.returncode == 0, f"{command} failed:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+            (folder / "done").touch()
+    return folder
+
+
+@lru_cache
+def library() -> C.CDLL:
+    """The shared library; DLMRT_TEST_SANITIZE picks the build (the sanitizer's runtime must then be preloaded)."""
+    lib = C.CDLL(str(build(os.environ.get("DLMRT_TEST_SANITIZE", "")) / "libkernels_capi.so"))
+    for name in ("operand_bytes", "panel_bytes", "kv_page_bytes", "find_bad_scale"):
+        getattr(lib, f"dlmrt_{name}").restype = C.c_int64
+    return lib
+
+
+@lru_cache
+def runnable() -> tuple[str, ...]:
+    """Names of the instruction sets this machine runs, best first."""
+    out = C.create_string_buffer(256)
+    library().dlmrt_runnable(out, 255)
+    return tuple(out.value.decode().split())
+
+
+def call(kernel: str, isa: str, args: C.Structure, threads: int = 1) -> None:
+    """Run one kernel over all its units, split over `threads`."""
+    getattr(library(), f"dlmrt_{kernel}")(isa.encode(), C.byref(args), threads)
+
+
+class Operand(C.Structure):
+    _fields_ = [("dtype", C.c_int32), ("reserved", C.c_int32), ("width", C.c_int64), ("cells", Pointer), ("scales", Pointer)]
+
+
+class Weight(C.Structure):
+    _fields_ = [("dtype", C.c_int32), ("group", C.c_int32), ("n", C.c_int64), ("k", C.c_int64), ("panels", Pointer),
+                ("column_scale", Pointer), ("column_sum", Pointer)]  # fmt: skip
+
+
+class Source(C.Structure):
+    _fields_ = [("dtype", C.c_int32), ("reserved", C.c_int32), ("data", Pointer), ("rows", C.c_int64), ("ld", C.c_int64),
+                ("scales", Pointer), ("block_scales", Pointer), ("global_scale", C.c_float)]  # fmt: skip
+
+
+class LinearArgs(C.Structure):
+    _fields_ = [("weight", Weight), ("input", Operand), ("rows", C.c_int64), ("out", Pointer), ("ld_out", C.c_int64),
+                ("accumulate", C.c_int32)]  # fmt: skip
+
+
+class RmsNormArgs(C.Structure):
+    _fields_ = [("x", Pointer), ("delta", Pointer), ("weight", Pointer), ("eps", C.c_float), ("rows", C.c_int64),
+                ("width", C.c_int64), ("out_rows", Pointer), ("out", Operand)]  # fmt: skip
+
+
+class QuantizeArgs(C.Structure):
+    _fields_ = [("x", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("out", Operand)]
+
+
+class SiluMulArgs(C.Structure):
+    _fields_ = [("gate", Pointer), ("up", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("out", Operand)]
+
+
+class ScaledAddArgs(C.Structure):
+    _fields_ = [("x", Pointer), ("delta", Pointer), ("where", Pointer), ("alpha", C.c_float), ("rows", C.c_int64),
+                ("width", C.c_int64)]  # fmt: skip
+
+
+class KvCache(C.Structure):
+    _fields_ = [("dtype", C.c_int32), ("page_size", C.c_int32), ("num_kv_heads", C.c_int32), ("head_dim", C.c_int32),
+                ("pages", Pointer), ("page_table", Pointer)]  # fmt: skip
+
+
+class QkvArgs(C.Structure):
+    _fields_ = [("qkv", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("num_heads", C.c_int32),
+                ("rotary_dim", C.c_int32), ("q_norm", Pointer), ("k_norm", Pointer), ("eps", C.c_float),
+                ("cos", Pointer), ("sin", Pointer), ("positions", Pointer), ("q", Pointer), ("cache", KvCache)]  # fmt: skip
+
+
+class AttentionArgs(C.Structure):
+    _fields_ = [("q", Pointer), ("cache", KvCache), ("rows", C.c_int64), ("num_heads", C.c_int32), ("chunk", C.c_int32),
+                ("visible", Pointer), ("out", Pointer), ("ld_out", C.c_int64)]  # fmt: skip
+
+
+class HeadPartials(C.Structure):
+    _fields_ = [("row_stride", C.c_int64), ("max", Pointer), ("sum", Pointer), ("weighted", Pointer), ("argmax", Pointer),
+                ("top_slot", Pointer), ("top_id", Pointer), ("top_logit", Pointer), ("sample_score", Pointer),
+                ("sample_logit", Pointer), ("sample_id", Pointer)]  # fmt: skip
+
+
+class GumbelKey(C.Structure):
+    _fields_ = [("seed", C.c_uint32 * 2), ("step", C.c_uint32), ("block", C.c_uint32), ("last", C.c_uint32)]
+
+
+class HeadArgs(C.Structure):
+    _fields_ = [("weight", Weight), ("input", Operand), ("rows", C.c_int64), ("softcap", C.c_float),
+                ("temperature", Pointer), ("banned", Pointer), ("gumbel", Pointer), ("partials", HeadPartials),
+                ("logits", Pointer), ("ld_logits", C.c_int64)]  # fmt: skip
+
+
+class HeadMergeArgs(C.Structure):
+    _fields_ = [("partials", HeadPartials), ("rows", C.c_int64), ("vocab", C.c_int64), ("argmax", Pointer),
+                ("max_logit", Pointer), ("log_sum_exp", Pointer), ("entropy", Pointer), ("top_id", Pointer),
+                ("top_logit", Pointer), ("sample_id", Pointer), ("sample_logit", Pointer)]  # fmt: skip
+
+
+class EmbedArgs(C.Structure):
+    _fields_ = [("dtype", C.c_int32), ("table", Pointer), ("ids", Pointer), ("rows", C.c_int64), ("width", C.c_int64),
+                ("out", Pointer)]  # fmt: skip
+
+
+class ProbabilitiesArgs(C.Structure):
+    _fields_ = [("logits", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("log_sum_exp", Pointer), ("out", Operand)]
+
+
+class SoftEmbeddingArgs(C.Structure):
+    _fields_ = [("probabilities", Operand), ("table", Pointer), ("rows", C.c_int64), ("width", C.c_int64),
+                ("scale", C.c_float), ("out", Pointer)]  # fmt: skip
+
+
+def ptr(a: Array | None) -> int | None:
+    """Address of a contiguous array."""
+    assert a is None or a.flags.c_contiguous
+    return None if a is None else a.ctypes.data
+
+
+def aligned(num_bytes: int, fill: int = 0xFF) -> Array:
+    """uint8 buffer at a 64-byte boundary; 0xFF bytes are NaN in every float format, so forgotten cells show."""
+    raw = np.full(num_bytes + 64, fill, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + num_bytes]
+
+
+def to_bf16(x: Array) -> Array:
+    """fp32 -> bf16 bits, nearest even."""
+    u = np.ascontiguousarray(x, np.float32).view(np.uint32).astype(np.uint64)
+    return ((u + 0x7FFF + (u >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def from_bf16(bits: Array) -> Array:
+    """bf16 bits -> fp32."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def round_bf16(x: Array) -> Array:
+    """fp32 rounded to bf16 values."""
+    return from_bf16(to_bf16(x))
+
+
+@dataclass
+class Rows:
+    """An operand of M rows with its memory."""
+
+    dtype: int
+    rows: int
+    width: int
+
+    def __post_init__(self) -> None:
+        self.cells = aligned(int(library().dlmrt_operand_bytes(self.dtype, C.c_int64(self.rows), C.c_int64(self.width))))
+        self.scales = np.full(self.rows, np.nan, np.float32)
+        self.operand = Operand(self.dtype, 0, self.width, ptr(self.cells), ptr(self.scales))
+
+    def values(self) -> Array:
+        """What the operand holds: fp32 [M, K], or codes int64 [M, K] of an int8 operand."""
+        per_cell = {F32: 1, BF16: 2, INT8: 4}[self.dtype]
+        kind = {F32: np.float32, BF16: np.uint16, INT8: np.uint8}[self.dtype]
+        groups = -(-self.rows // 8)
+        cells = self.cells.view(kind).reshape(groups, -1, 8, per_cell)
+        plain = cells.transpose(0, 2, 1, 3).reshape(groups * 8, -1)[: self.rows]
+        assert plain.shape[1] == -(-self.width // 16) * 16
+        pad = plain[:, self.width :]
+        assert (pad == (128 if self.dtype == INT8 else 0)).all(), "padding of an operand must be zero"
+        plain = plain[:, : self.width]
+        if self.dtype == INT8:
+            return plain.astype(np.int64) - 128
+        return from_bf16(plain) if self.dtype == BF16 else plain.copy()
+
+
+def operand(isa: str, dtype: int, x: Array, threads: int = 1) -> Rows:
+    """Rows of x as an operand, by the kernel under test."""
+    x = np.ascontiguousarray(x, np.float32)
+    rows = Rows(dtype, *x.shape)
+    call("quantize_rows", isa, QuantizeArgs(ptr(x), x.shape[1], x.shape[0], rows.operand), threads)
+    return rows
+
+
+@dataclass
+class Packed:
+    """A packed weight with its memory."""
+
+    weight: Weight
+    memory: tuple[Array, ...]
+
+
+def pack(dtype: int, sources: Iterable[Source], k: int, group: int = 0, threads: int = 1) -> Packed:
+    """Pack sources, whose rows add up to N."""
+    sources = list(sources)
+    n = sum(s.rows for s in sources)
+    padded = -(-n // 16) * 16
+    panels = aligned(padded // 16 * int(library().dlmrt_panel_bytes(dtype, C.c_int64(group), C.c_int64(k))))
+    scale, total = aligned(padded * 4), aligned(padded * 4)
+    quantised = dtype in (INT8, NVFP4, INT4)
+    weight = Weight(dtype, group, n, k, ptr(panels), ptr(scale) if quantised else None, ptr(total) if dtype == INT8 else None)
+    library().dlmrt_pack((Source * len(sources))(*sources), len(sources), C.byref(weight), threads)
+    return Packed(weight, (panels, scale, total))
+
+
+def float_source(w: Array) -> Source:
+    """Source of fp32 [N, K] or of bf16 bits (uint16)."""
+    return Source(F32 if w.dtype == np.float32 else BF16, 0, ptr(w), w.shape[0], w.shape[1], None, None, 0.0)
+
+
+def linear(isa: str, packed: Packed, rows: Rows, threads: int = 1, add_to: Array | None = None) -> Array:
+    """out [M, N] of one linear layer; rows lie N + 3 elements apart to show writes past a row."""
+    n = packed.weight.n
+    out = np.full((rows.rows, n + 3), 7.0, np.float32)
+    if add_to is not None:
+        out[:, :n] = add_to
+    call("linear", isa, LinearArgs(packed.weight, rows.operand, rows.rows, ptr(out), n + 3, add_to is not None), threads)
+    assert (out[:, n:] == 7.0).all(), "wrote past a row"
+    return out[:, :n].copy()

@@ -1,0 +1,123 @@
+"""Row-wise kernels against numpy: norm, quantise, SwiGLU, scaled add, embedding rows. Odd widths, poisoned rows, threads.
+
+Legend: as native.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from native import (
+    BF16, F32, INT8, Array, EmbedArgs, Operand, RmsNormArgs, Rows, ScaledAddArgs, SiluMulArgs, call, operand, ptr,
+    round_bf16, runnable, to_bf16,
+)  # fmt: skip
+
+DTYPES = (F32, BF16, INT8)
+EPS = 1e-6
+
+
+def norm(x: Array, weight: Array) -> Array:
+    """RMSNorm in float64."""
+    x64 = x.astype(np.float64)
+    return x64 / np.sqrt((x64**2).mean(1, keepdims=True) + EPS) * weight
+
+
+def close(rows: Rows, expected: Array) -> None:
+    """The operand holds `expected` up to its format's rounding."""
+    if rows.dtype == INT8:
+        scales = np.maximum(np.abs(expected).max(1), 1e-8) / 127
+        np.testing.assert_allclose(rows.scales, scales, rtol=1e-5)
+        assert np.abs(rows.values() * rows.scales[:, None] - expected).max() <= scales.max() * 0.501
+    else:
+        # a value next to a rounding boundary may fall to either side of it
+        np.testing.assert_allclose(rows.values(), expected, rtol=5e-6 if rows.dtype == F32 else 5e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 16, 24, 77, 256])
+@pytest.mark.parametrize("with_delta", [False, True])
+def test_rms_norm(isa: str, dtype: int, width: int, with_delta: bool, rng: np.random.Generator) -> None:
+    m = 13
+    x, delta = rng.standard_normal((2, m, width), dtype=np.float32) * 3
+    weight = rng.standard_normal(width, dtype=np.float32)
+    total = x + delta if with_delta else x.copy()
+    outs = []
+    for threads in (1, 3):
+        stream, plain, rows = x.copy(), np.empty((m, width), np.float32), Rows(dtype, m, width)
+        args = RmsNormArgs(ptr(stream), ptr(delta) if with_delta else None, ptr(weight), EPS, m, width, ptr(plain), rows.operand)
+        call("rms_norm", isa, args, threads)
+        assert (stream == total).all(), "the skip stream holds x + delta"
+        np.testing.assert_allclose(plain, norm(total, weight), rtol=2e-5, atol=1e-6)
+        close(rows, norm(total, weight))
+        outs.append((plain, rows.cells.copy()))
+    assert (outs[0][0] == outs[1][0]).all()
+    assert (operand(isa, dtype, outs[0][0]).values() == rows.values()).all(), "fused and separate quantisation agree"
+
+
+def test_rms_norm_without_operand(isa: str, rng: np.random.Generator) -> None:
+    x, weight, plain = rng.standard_normal((2, 24), dtype=np.float32), np.ones(24, np.float32), np.empty((2, 24), np.float32)
+    call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 2, 24, ptr(plain), Operand()))
+    np.testing.assert_allclose(plain, norm(x, weight), rtol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 24, 77, 256])
+def test_silu_mul(isa: str, dtype: int, width: int, rng: np.random.Generator) -> None:
+    m, ld = 9, 2 * width + 5
+    both = rng.standard_normal((m, ld), dtype=np.float32) * 4
+    both[0, 0], both[1, 0] = 300, -300  # exp saturates
+    gate, up = both[:, :width].astype(np.float64), both[:, width : 2 * width].astype(np.float64)
+    expected = gate / (1 + np.exp(-np.clip(gate, -100, 100))) * up
+    rows = Rows(dtype, m, width)
+    work = both.copy()
+    call("silu_mul", isa, SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, ld, m, rows.operand), 2)
+    close(rows, expected)
+    assert (work[:, width:] == both[:, width:]).all()
+
+
+def test_scaled_add_skips_rows(isa: str, rng: np.random.Generator) -> None:
+    x, delta = rng.standard_normal((2, 5, 27), dtype=np.float32)
+    where = np.array([1, 0, 1, 0, 0], np.uint8)
+    for mask in (None, where):
+        out = x.copy()
+        call("scaled_add", isa, ScaledAddArgs(ptr(out), ptr(delta), ptr(mask), 0.5, 5, 27), 2)
+        took = np.ones(5, bool) if mask is None else mask.astype(bool)
+        assert (out[~took] == x[~took]).all()
+        np.testing.assert_allclose(out[took], (x + 0.5 * delta)[took], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("width", [1, 16, 27, 64])
+def test_embed(isa: str, width: int, rng: np.random.Generator) -> None:
+    table = rng.standard_normal((11, width), dtype=np.float32)
+    ids = np.array([10, 0, 3, 3], np.int32)
+    for dtype, memory, expected in ((F32, table, table), (BF16, to_bf16(table), round_bf16(table))):
+        out = np.full((4, width), np.nan, np.float32)
+        call("embed", isa, EmbedArgs(dtype, ptr(memory), ptr(ids), 4, width, ptr(out)), 3)
+        assert (out == expected[ids]).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_poison_stays_in_its_row(isa: str, bad: float, rng: np.random.Generator) -> None:
+    """K11: a non-finite value makes its row's scale non-finite, and leaves the others' bytes alone."""
+    x = rng.standard_normal((9, 40), dtype=np.float32)
+    good = operand(isa, INT8, x)
+    x[4, 37] = bad
+    poisoned = operand(isa, INT8, x)
+    assert not np.isfinite(poisoned.scales[4])
+    assert (np.delete(poisoned.values(), 4, 0) == np.delete(good.values(), 4, 0)).all()
+    weight, rows = np.ones(40, np.float32), Rows(INT8, 9, 40)
+    call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 9, 40, None, rows.operand))
+    assert np.isfinite(rows.scales).tolist() == [i != 4 for i in range(9)]
+
+
+def test_fp32_results_are_equal_on_all_instruction_sets(rng: np.random.Generator) -> None:
+    """Reductions over sixteen virtual lanes, one tree, fused where written: the same bytes everywhere."""
+    x, weight = rng.standard_normal((5, 77), dtype=np.float32) * 9, rng.standard_normal(77, dtype=np.float32)
+    results = []
+    for isa in runnable():
+        plain, rows, gate = np.empty_like(x), Rows(F32, 5, 77), x.copy()
+        call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 5, 77, ptr(plain), Operand()))
+        call("silu_mul", isa, SiluMulArgs(ptr(gate), ptr(x), 77, 5, rows.operand))
+        results.append(np.concatenate([plain, rows.values()]))
+    for other in results[1:]:
+        assert (other == results[0]).all()
