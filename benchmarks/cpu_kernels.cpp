@@ -1,1 +1,271 @@
-int main() { return 0; }
+// Kernel efficiency as ratios of what this machine can do, all measured in turn in one run. The last line is JSON.
+//
+// Compute: the instruction peak of one core (independent chains in registers) and the kernel, alternating, by the thread's CPU
+// time, so that other processes cost accuracy but do not fake slowness. Bandwidth and ratios between kernels: the same pairs by
+// wall time. Weights are cycled through more than 190 MB, as they come from memory in a real forward.
+//
+// Usage: bench_kernels [--isa NAME] [--pairs N] [--only TEXT]
+// Left out: several threads, AMX, NUMA. Source: ours; method from docs/design.md (CPU benchmarks on shared cores).
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "dispatch.hpp"
+#include "pack.hpp"
+
+using namespace dlmrt::cpu;
+
+namespace {
+
+double clock_s(clockid_t id) {
+  timespec t;
+  clock_gettime(id, &t);
+  return static_cast<double>(t.tv_sec) + 1e-9 * static_cast<double>(t.tv_nsec);
+}
+double cpu_s(const std::function<void()>& f) {
+  const double begin = clock_s(CLOCK_THREAD_CPUTIME_ID);
+  f();
+  return clock_s(CLOCK_THREAD_CPUTIME_ID) - begin;
+}
+double median(std::vector<double> v) {
+  std::nth_element(v.begin(), v.begin() + static_cast<int64_t>(v.size() / 2), v.end());
+  return v[v.size() / 2];
+}
+
+template <class T>
+struct Buffer {
+  std::unique_ptr<T, void (*)(void*)> memory;
+  explicit Buffer(int64_t n, int fill = 1)
+      : memory(static_cast<T*>(aligned_alloc(64, static_cast<size_t>(round_up(n * int64_t{sizeof(T)}, 64)))), free) {
+    std::memset(static_cast<void*>(memory.get()), fill, static_cast<size_t>(n) * sizeof(T));
+  }
+  T* get() const { return memory.get(); }
+};
+
+// ---- peaks: twelve independent chains of one instruction
+#if defined(__x86_64__)
+#define CHAIN(I, REG, INS) INS " %%" REG "14,%%" REG "15,%%" REG #I "\n\t"
+#define CHAINS(REG, INS)                                                                                                        \
+  [](int64_t n) {                                                                                                               \
+    for (int64_t i = 0; i < n; i++)                                                                                             \
+      asm volatile(CHAIN(0, REG, INS) CHAIN(1, REG, INS) CHAIN(2, REG, INS) CHAIN(3, REG, INS) CHAIN(4, REG, INS)               \
+                       CHAIN(5, REG, INS) CHAIN(6, REG, INS) CHAIN(7, REG, INS) CHAIN(8, REG, INS) CHAIN(9, REG, INS)           \
+                           CHAIN(10, REG, INS) CHAIN(11, REG, INS)::                                                            \
+                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11");     \
+  }
+#endif
+
+struct Peak {  // ops of one call of 12 instructions; run may be null: no peak known
+  double ops = 0;
+  void (*run)(int64_t) = nullptr;
+};
+Peak peak_of(const std::string& isa, DType dtype) {
+#if defined(__x86_64__)
+  const bool wide = isa.rfind("avx512", 0) == 0;
+  if (dtype == DType::kF32 || (dtype == DType::kBF16 && isa != "avx512bf16")) {
+    if (wide) return {12. * 32, CHAINS("zmm", "vfmadd231ps")};
+    if (isa != "portable") return {12. * 16, CHAINS("ymm", "vfmadd231ps")};
+  } else if (dtype == DType::kBF16) {
+    return {12. * 64, CHAINS("zmm", "vdpbf16ps")};
+  } else if (wide) {
+    return {12. * 128, CHAINS("zmm", "vpdpbusd")};
+  } else if (isa == "avxvnni") {
+    return {12. * 64, CHAINS("ymm", "%{vex%} vpdpbusd")};
+  }
+#endif
+  return {};
+}
+
+struct Layer {  // copies of one weight, enough to leave the caches, and rows to multiply
+  DType dtype;
+  int64_t m, n, k, group, copies, next = 0;
+  Buffer<uint8_t> panels;
+  Buffer<float> scale, scales, out;
+  Buffer<int32_t> sum;
+  Buffer<uint8_t> cells, scratch;
+
+  Layer(DType dtype, int64_t m, int64_t n, int64_t k)
+      : dtype(dtype), m(m), n(n), k(k), group(dtype == DType::kNVFP4 ? 16 : dtype == DType::kInt4 ? 128 : 0),
+        copies(std::max<int64_t>(2, 192'000'000 / bytes_of(dtype, n, k, group))), panels(copies * bytes_of(dtype, n, k, group)),
+        scale(n), scales(m), out(m * n), sum(n), cells(operand_bytes(input(), m, k)), scratch(k * 40) {}
+  static int64_t bytes_of(DType t, int64_t n, int64_t k, int64_t group) { return num_panels(n) * panel_bytes(t, group, k); }
+  int64_t bytes() const { return bytes_of(dtype, n, k, group); }
+  double ops() const { return 2. * static_cast<double>(m * n) * static_cast<double>(k); }
+  DType input() const { return dtype == DType::kF32 || dtype == DType::kBF16 ? dtype : DType::kInt8; }
+  void run(const KernelTable& t) {
+    const Weight w{dtype, static_cast<int32_t>(group), n, k, panels.get() + next++ % copies * bytes(), scale.get(), sum.get()};
+    const LinearArgs args{w, {input(), 0, k, cells.get(), scales.get()}, m, out.get(), n, 0};
+    t.linear(args, {0, num_panels(n)}, scratch.get());
+  }
+};
+
+struct Bench {
+  const KernelTable& table;
+  int pairs;
+  std::string only, json;
+
+  bool wanted(const std::string& name) const { return only.empty() || name.find(only) != std::string::npos; }
+  void report(const std::string& name, double ratio, double best, const char* unit, double value) {
+    std::printf("%-34s %6.3f  (best %5.3f)  %8.1f %s\n", name.c_str(), ratio, best, value, unit);
+    std::fflush(stdout);
+    char line[160];
+    std::snprintf(line, sizeof(line), "%s\"%s\": {\"ratio\": %.4f, \"best\": %.4f, \"%s\": %.2f}", json.empty() ? "" : ", ", name.c_str(), ratio, best, unit, value);
+    json += line;
+  }
+
+  void share_of_peak(const std::string& name, DType dtype, int64_t m, int64_t n, int64_t k) {
+    const Peak peak = peak_of(table.name, dtype);
+    if (!wanted(name) || !peak.run) return;
+    Layer layer(dtype, m, n, k);
+    const int64_t calls = std::max<int64_t>(1, static_cast<int64_t>(8e9 / layer.ops()));
+    const int64_t chains = 400'000;
+    std::vector<double> ratios, rates;
+    for (int i = 0; i < pairs; i++) {
+      const double top = static_cast<double>(chains) * peak.ops / cpu_s([&] { peak.run(chains); });
+      const double rate = static_cast<double>(calls) * layer.ops() / cpu_s([&] { for (int64_t c = 0; c < calls; c++) layer.run(table); });
+      ratios.push_back(rate / top);
+      rates.push_back(rate * 1e-9);
+    }
+    report(name, median(ratios), *std::max_element(ratios.begin(), ratios.end()), "GOP/s", median(rates));
+  }
+
+  void share_of_bandwidth(const std::string& name, DType dtype, int64_t m, int64_t n, int64_t k) {
+    if (!wanted(name)) return;
+    Layer layer(dtype, m, n, k);
+    std::vector<double> ratios, rates;
+    const int64_t calls = layer.copies, bytes = calls * layer.bytes();
+    const auto read = [&] {  // four streams of 64-byte lines
+      const auto* p = reinterpret_cast<const uint64_t*>(layer.panels.get());
+      uint64_t sums[8] = {};
+      for (int64_t i = 0; i + 8 <= bytes / 8; i += 8)
+        for (int j = 0; j < 8; j++) sums[j] += p[i + j];
+      volatile uint64_t sink = sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
+      static_cast<void>(sink);
+    };
+    double best_read = 0;
+    std::vector<double> kernel;
+    for (int i = 0; i < pairs; i++) {
+      best_read = std::max(best_read, static_cast<double>(bytes) / cpu_s(read));
+      kernel.push_back(static_cast<double>(bytes) / cpu_s([&] { for (int64_t c = 0; c < calls; c++) layer.run(table); }));
+    }
+    for (double r : kernel) ratios.push_back(r / best_read);
+    report(name, median(ratios), *std::max_element(ratios.begin(), ratios.end()), "GB/s", median(kernel) * 1e-9);
+  }
+
+  void time_ratio(const std::string& name, DType a, DType b, int64_t m, int64_t n, int64_t k) {
+    if (!wanted(name)) return;
+    Layer first(a, m, n, k), second(b, m, n, k);
+    const int64_t calls = std::max(first.copies, static_cast<int64_t>(4e9 / first.ops()));
+    std::vector<double> ratios, times;
+    for (int i = 0; i < pairs; i++) {
+      const double x = cpu_s([&] { for (int64_t c = 0; c < calls; c++) first.run(table); });
+      const double y = cpu_s([&] { for (int64_t c = 0; c < calls; c++) second.run(table); });
+      ratios.push_back(x / y);
+      times.push_back(x / static_cast<double>(calls) * 1e6);
+    }
+    report(name, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+  }
+
+  // statistics of a head against its products alone
+  void head(const std::string& name, int64_t m, int64_t vocab, int64_t k) {
+    if (!wanted(name)) return;
+    Layer layer(DType::kInt8, m, vocab, k);
+    const int64_t tiles = head_tiles(vocab), stride = round_up(m, 16);
+    Buffer<float> x(tiles * stride), s(tiles * stride), w(tiles * stride), f(8 * m);
+    Buffer<int32_t> id(tiles * stride), ids(8 * m);
+    const HeadPartials partials{stride, x.get(), s.get(), w.get(), id.get(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    const Weight weight{DType::kInt8, 0, vocab, k, layer.panels.get(), layer.scale.get(), layer.sum.get()};
+    const HeadArgs args{weight, {DType::kInt8, 0, k, layer.cells.get(), layer.scales.get()}, m, 0.f, nullptr, nullptr, nullptr, partials, nullptr, 0};
+    const HeadMergeArgs merge{partials, m, vocab, ids.get(), f.get(), f.get() + m, f.get() + 2 * m, nullptr, nullptr, nullptr, nullptr};
+    Buffer<uint8_t> scratch(head_scratch_bytes(args));
+    std::vector<double> ratios, times;
+    for (int i = 0; i < pairs; i++) {
+      const double product = cpu_s([&] { layer.run(table); });
+      const double all = cpu_s([&] {
+        table.head_stats(args, {0, tiles}, scratch.get());
+        table.head_merge(merge, {0, ceil_div(m, 16)});
+      });
+      ratios.push_back(all / product);
+      times.push_back(all * 1e6);
+    }
+    report(name, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+  }
+
+  // one layer's attention and row-wise work against its int8 products, 28 x 1024 shape
+  void rest_of_layer(const std::string& name, int64_t m, int64_t context) {
+    if (!wanted(name)) return;
+    const int64_t d = 1024, f = 3072, heads = 16, kv = 8, hd = 128;
+    Layer qkv(DType::kInt8, m, (heads + 2 * kv) * hd, d), o(DType::kInt8, m, d, heads * hd), up(DType::kInt8, m, 2 * f, d), down(DType::kInt8, m, d, f);
+    KvCache cache{DType::kBF16, 64, static_cast<int32_t>(kv), static_cast<int32_t>(hd), nullptr, nullptr};
+    const int64_t positions = context + m;
+    Buffer<uint8_t> pages(ceil_div(positions, 64) * kv_page_bytes(cache)), q(kv * operand_bytes(DType::kBF16, m * heads / kv, hd)), cells(operand_bytes(DType::kInt8, m, f));
+    cache.pages = pages.get();
+    Buffer<float> cos(positions * hd / 2), sin(positions * hd / 2), x(m * d), weight(f), attended(m * heads * hd), gate(m * 2 * f), scales(m), qkv_out(m * qkv.n);
+    Buffer<int32_t> at(m), visible(m);
+    for (int64_t i = 0; i < m; i++) at.get()[i] = static_cast<int32_t>(context + i), visible.get()[i] = static_cast<int32_t>(positions);
+    const QkvArgs split{qkv_out.get(), qkv.n, m, static_cast<int32_t>(heads), static_cast<int32_t>(hd), weight.get(), weight.get(), 1e-6f, cos.get(), sin.get(), at.get(), q.get(), cache};
+    const AttentionArgs attention{q.get(), cache, m, static_cast<int32_t>(heads), 2048, visible.get(), attended.get(), heads * hd};
+    const RmsNormArgs norm{x.get(), nullptr, weight.get(), 1e-6f, m, d, nullptr, {DType::kInt8, 0, d, cells.get(), scales.get()}};
+    const QuantizeArgs quantize{attended.get(), heads * hd, m, {DType::kInt8, 0, heads * hd, cells.get(), scales.get()}};
+    const SiluMulArgs silu{gate.get(), gate.get() + f, 2 * f, m, {DType::kInt8, 0, f, cells.get(), scales.get()}};
+    Buffer<uint8_t> scratch(attention_scratch_bytes(attention));
+    const std::pair<const char*, std::function<void()>> parts[] = {
+        {"qk_norm_rope_store", [&] { table.qk_norm_rope_store(split, {0, m}); }},
+        {"attention", [&] { table.attention(attention, {0, attention_units(attention)}, scratch.get()); }},
+        {"norm, quantise, silu", [&] {
+           table.rms_norm(norm, {0, m});
+           table.rms_norm(norm, {0, m});
+           table.quantize_rows(quantize, {0, m});
+           table.silu_mul(silu, {0, m});
+         }}};
+    for (const auto& [part, run] : parts) {
+      std::vector<double> ratios, times;
+      for (int i = 0; i < pairs; i++) {
+        double products = 0, rest = 0;
+        for (int c = 0; c < 6; c++) {
+          products += cpu_s([&] { qkv.run(table), o.run(table), up.run(table), down.run(table); });
+          rest += cpu_s(run);
+        }
+        ratios.push_back(rest / products);
+        times.push_back(rest / 6 * 1e6);
+      }
+      report(name + ": " + part, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+    }
+  }
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  std::string isa, only;
+  int pairs = 7;
+  for (int i = 1; i + 1 < argc; i += 2) {
+    if (!std::strcmp(argv[i], "--isa")) isa = argv[i + 1];
+    else if (!std::strcmp(argv[i], "--pairs")) pairs = std::max(1, std::atoi(argv[i + 1]));
+    else if (!std::strcmp(argv[i], "--only")) only = argv[i + 1];
+    else return std::fprintf(stderr, "usage: bench_kernels [--isa NAME] [--pairs N] [--only TEXT]\n"), 2;
+  }
+  Bench b{select_kernels(isa), pairs, only, ""};
+  std::printf("%s, one thread, median of %d pairs\n", b.table.name, pairs);
+  b.share_of_peak("int8 M=32 K=1024 of peak", DType::kInt8, 32, 6144, 1024);
+  b.share_of_peak("int8 M=32 K=2048 of peak", DType::kInt8, 32, 1024, 2048);
+  b.share_of_peak("int8 M=32 K=3072 of peak", DType::kInt8, 32, 1024, 3072);
+  b.share_of_peak("int8 M=8 K=1024 of peak", DType::kInt8, 8, 6144, 1024);
+  b.share_of_peak("bf16 M=32 K=1024 of peak", DType::kBF16, 32, 6144, 1024);
+  b.share_of_peak("fp32 M=32 K=1024 of peak", DType::kF32, 32, 2048, 1024);
+  b.share_of_bandwidth("int8 M=1 K=1024 of bandwidth", DType::kInt8, 1, 6144, 1024);
+  b.share_of_bandwidth("int8 M=4 K=1024 of bandwidth", DType::kInt8, 4, 6144, 1024);
+  b.share_of_bandwidth("bf16 M=1 K=1024 of bandwidth", DType::kBF16, 1, 6144, 1024);
+  for (int64_t m : {1, 4, 8, 32}) b.time_ratio("nvfp4 / int8 time M=" + std::to_string(m), DType::kNVFP4, DType::kInt8, m, 6144, 1024);
+  b.time_ratio("int4 / int8 time M=1", DType::kInt4, DType::kInt8, 1, 6144, 1024);
+  b.time_ratio("bf16 / int8 time M=32", DType::kBF16, DType::kInt8, 32, 6144, 1024);
+  b.head("head with statistics / product", 32, 151936, 1024);
+  b.rest_of_layer("M=32, context 256", 32, 256);
+  std::printf("{\"isa\": \"%s\", \"threads\": 1, \"pairs\": %d, \"results\": {%s}}\n", b.table.name, pairs, b.json.c_str());
+}

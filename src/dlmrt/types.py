@@ -37,7 +37,7 @@ class DecodeConfig:
     Example: ``DecodeConfig(threshold=0.9, max_tokens=128, seed=7)``.
     """
 
-    commit_rule: str | None = None  # threshold | joint_threshold | entropy_bound | steps
+    commit_rule: str | None = None  # a name of decode.rules.RULES
     canvas_length: int | None = None  # block length; only where the checkpoint's attention is not tied to its own
     threshold: float | None = None  # commit where confidence > threshold; within [0, 1]
     edit_threshold: float | None = None  # joint_threshold edits above it; 0: every difference. No edits: rule threshold

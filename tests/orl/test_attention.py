@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlmrt.models.config import DiffusionConfig
@@ -71,6 +71,7 @@ row = st.builds(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40)
 @given(rows=st.lists(row, min_size=1, max_size=24))
 def test_any_rows_in_any_order(rows: list[tuple[int, ...]], family: str):
     array = np.array(rows, dtype=np.int32)

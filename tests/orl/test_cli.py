@@ -1,13 +1,17 @@
-"""The `orl` command as a process: what goes to stdout, what to stderr, exit codes, Ctrl-C."""
+"""The `orl` command: what goes to stdout, what to stderr, exit codes, Ctrl-C. Real processes where one is needed."""
 
 from __future__ import annotations
 
 import json
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from dlmrt.cli import run_app
+from orl.cli import app
 from orl.recipe import dump_recipe
 from orl.tasks import task_names
 
@@ -23,6 +27,21 @@ def tell(self, entry):
 RunFolder.log = tell
 main()
 """
+
+
+@pytest.fixture
+def orl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run `orl *arguments` in this process -> (exit status, stdout, stderr)."""
+
+    def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["orl", *map(str, arguments)])
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        capsys.readouterr()
+        status = run_app(app, "orl")
+        return status, *capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +67,18 @@ def model(run_orl, recipe_file: Path, tmp_path_factory) -> Path:
     return folder / "runs/small/model"
 
 
-def test_tasks_are_listed_and_shown(run_orl):
-    status, stdout, stderr = run_orl("tasks")
+def test_tasks_are_listed_and_shown(orl):
+    status, stdout, stderr = orl("tasks")
     assert (status, stderr) == (0, "")
     assert [line.split(":")[0] for line in stdout.splitlines()] == task_names()
-    status, stdout, _ = run_orl("tasks", "--task", "chain_sum", "--show", "2", "--split", "heldout")
+    status, stdout, _ = orl("tasks", "--task", "chain_sum", "--show", "2", "--split", "heldout")
     assert status == 0
     assert "--- chain_sum heldout 1\n" in stdout
     assert "\n>>>\n" in stdout
 
 
-def test_tasks_as_json(run_orl):
-    status, stdout, stderr = run_orl("tasks", "--json", "--show", "1")
+def test_tasks_as_json(orl):
+    status, stdout, stderr = orl("tasks", "--json", "--show", "1")
     assert (status, stderr) == (0, "")
     found = json.loads(stdout)
     assert [task["name"] for task in found] == task_names()
@@ -78,28 +97,28 @@ def test_tasks_as_json(run_orl):
         (["evaluate", "--problems", "0"], "Invalid value for '--problems'"),
     ],
 )
-def test_usage_errors_are_one_line_and_exit_2(run_orl, tmp_path: Path, arguments: list[str], message: str):
-    status, stdout, stderr = run_orl(*arguments, cwd=tmp_path)
+def test_usage_errors_are_one_line_and_exit_2(orl, tmp_path: Path, arguments: list[str], message: str):
+    status, stdout, stderr = orl(*arguments, cwd=tmp_path)
     assert (status, stdout) == (2, "")
     assert stderr.startswith("error: ")
     assert message in stderr
     assert stderr.count("\n") == 1
 
 
-def test_wrong_override_is_a_usage_error_before_anything_is_written(run_orl, recipe_file: Path, tmp_path: Path):
-    status, stdout, stderr = run_orl("pretrain", recipe_file, "--set", "optim.step=3", cwd=tmp_path)
+def test_wrong_override_is_a_usage_error_before_anything_is_written(orl, recipe_file: Path, tmp_path: Path):
+    status, stdout, stderr = orl("pretrain", recipe_file, "--set", "optim.step=3", cwd=tmp_path)
     assert (status, stdout) == (2, "")
     assert "optim: unknown key 'step'; did you mean 'steps'?" in stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_another_recipe_in_the_same_folder_is_a_failure(run_orl, recipe_file: Path, model: Path):
+def test_another_recipe_in_the_same_folder_is_a_failure(orl, recipe_file: Path, model: Path):
     folder = model.parents[2]
-    status, stdout, stderr = run_orl("pretrain", recipe_file, "--set", "optim.steps=3", cwd=folder)
+    status, stdout, stderr = orl("pretrain", recipe_file, "--set", "optim.steps=3", cwd=folder)
     assert (status, stdout) == (1, "")
     assert "(optim.steps was 2 and is 3); take another --run-dir or remove the folder" in stderr
     assert "Traceback" not in stderr
-    status, _, stderr = run_orl("pretrain", recipe_file, "--set", "optim.steps=3", "--debug", cwd=folder)
+    status, _, stderr = orl("pretrain", recipe_file, "--set", "optim.steps=3", "--debug", cwd=folder)
     assert status == 1
     assert "Traceback" in stderr
 
@@ -125,16 +144,16 @@ def test_interrupt_saves_the_run_and_exits_130(start_python, recipe_file: Path, 
     assert saved == logged[-1] >= 3
 
 
-def test_run_stops_after_a_time_and_goes_on(run_orl, recipe_file: Path, tmp_path: Path):
+def test_run_stops_after_a_time_and_goes_on(orl, recipe_file: Path, tmp_path: Path):
     for expected in (1, 2, 2):
-        status, stdout, _ = run_orl("pretrain", recipe_file, "--run-dir", tmp_path / "run", "--stop-after", "0")
+        status, stdout, _ = orl("pretrain", recipe_file, "--run-dir", tmp_path / "run", "--stop-after", "0")
         assert (status, stdout) == (0, f"{tmp_path / 'run' / 'model'}\n")
         states = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
         assert states[-1] == f"step_{expected:08d}"
 
 
-def test_evaluate_prints_a_table_for_people_and_json_for_programs(run_orl, model: Path, tmp_path: Path):
-    status, stdout, stderr = run_orl(
+def test_evaluate_prints_a_table_for_people_and_json_for_programs(orl, model: Path, tmp_path: Path):
+    status, stdout, stderr = orl(
         "evaluate", model, "--task", "chain_sum", "--problems", "2", "--setting", "slow:threshold=0.9,max_tokens=16",
         "--setting", "threshold=0.1,max_tokens=16", "--out", tmp_path / "report.json", "--failures",
         tmp_path / "failures.jsonl", "--min-score", "1",
@@ -152,16 +171,16 @@ def test_evaluate_prints_a_table_for_people_and_json_for_programs(run_orl, model
     assert stderr.splitlines()[-1] == "error: chain_sum reached 0.000, below --min-score 1.0"
 
 
-def test_evaluate_quietly(run_orl, model: Path):
-    status, stdout, stderr = run_orl(
+def test_evaluate_quietly(orl, model: Path):
+    status, stdout, stderr = orl(
         "evaluate", model, "--task", "chain_sum", "--problems", "1", "--setting", "max_tokens=8", "--quiet"
     )
     assert (status, stderr) == (0, "")
     assert stdout.count("\n") == 1
 
 
-def test_help_and_version(run_orl):
-    status, stdout, stderr = run_orl("--version")
+def test_help_and_version(orl, run_orl):
+    status, stdout, stderr = orl("--version")
     assert (status, stderr) == (0, "")
     assert stdout.startswith("dlmrt ")
     status, stdout, stderr = run_orl()

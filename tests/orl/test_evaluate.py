@@ -47,7 +47,7 @@ def test_counts_shares_and_rates():
     assert (summary["num"], summary["verified"], summary["verified_rate"]) == (4, 2, 0.5)
     assert (summary["empty_share"], summary["cut_share"]) == (0.25, 0.25)
     assert summary["tokens_per_second"] == pytest.approx(40 / 5)
-    assert summary["completion_tokens"] == {"mean": 10.0, "p10": 3.4, "median": 9.5, "p90": 17.0}
+    assert summary["completion_tokens"] == pytest.approx({"mean": 10.0, "p10": 3.4, "median": 9.5, "p90": 17.0})
     assert summary["interval_95"] == list(wilson_interval(2, 4))
 
 
@@ -120,7 +120,7 @@ def test_report_of_a_tiny_model_can_be_repeated_from_what_it_says(engine: Engine
     answers: list[tuple[str, str, GenerateResult, Outcome]] = []
     report = evaluate(
         engine, problems, settings, seed=3,
-        on_answer=lambda setting, problem, result, outcome: answers.append((setting.name, problem.task, result, outcome)),
+        on_answer=lambda setting, problem, *judged: answers.append((setting.name, problem.task, *judged)),
     )  # fmt: skip
     conditions = report["conditions"]
     assert (conditions["executor"], conditions["dtype"], conditions["num_threads"]) == ("eager", "bfloat16", 1)

@@ -58,6 +58,7 @@ def assert_same(first: Rows, second: Rows, *, but: Sequence[str] = ()) -> None:
             np.testing.assert_array_equal(getattr(first, f.name), getattr(second, f.name), err_msg=f.name)
 
 
+@settings(max_examples=50)
 @given(example=examples, objective=objectives)
 def test_clean_rows_predict_the_next_token_with_the_documented_weights(example: Example, objective: ObjectiveSection):
     rows = rows_of(example, objective)
@@ -74,6 +75,7 @@ def test_clean_rows_predict_the_next_token_with_the_documented_weights(example: 
     assert clean.weights[-1] == 0
 
 
+@settings(max_examples=50)
 @given(example=examples, objective=objectives)
 def test_noisy_rows_lie_in_whole_canvases_behind_the_prompt_and_predict_their_own_position(
     example: Example, objective: ObjectiveSection
@@ -97,6 +99,7 @@ def test_noisy_rows_lie_in_whole_canvases_behind_the_prompt_and_predict_their_ow
     assert MASK not in rows.ids[rows.copy == CLEAN]
 
 
+@settings(max_examples=50)
 @given(example=examples, objective=objectives, logit_shift=st.integers(0, 1))
 def test_each_target_is_predicted_by_the_row_that_the_decoder_reads(
     example: Example, objective: ObjectiveSection, logit_shift: int
@@ -116,6 +119,7 @@ def test_each_target_is_predicted_by_the_row_that_the_decoder_reads(
             assert (rows.copy[by], rows.block_start[by]) == (rows.copy[at], rows.block_start[at])
 
 
+@settings(max_examples=50)
 @given(example=examples, objective=objectives)
 def test_flat_weights_are_one_and_the_tail_weight(example: Example, objective: ObjectiveSection):
     """K54: mask noise counts each masked slot once, uniform noise every slot, right of the stop token tail_weight."""
@@ -128,6 +132,7 @@ def test_flat_weights_are_one_and_the_tail_weight(example: Example, objective: O
     np.testing.assert_array_equal(rows.weights[is_noisy], wanted[is_noisy])
 
 
+@settings(max_examples=50)
 @given(example=examples, t_min=st.sampled_from([0.02, 0.3]))
 def test_elbo_weights_are_one_over_the_noise_level_of_the_block(example: Example, t_min: float):
     """K54: 1/t of the copy's own level; that of the complement is 1 - t, not below t_min."""
@@ -140,6 +145,7 @@ def test_elbo_weights_are_one_over_the_noise_level_of_the_block(example: Example
         np.testing.assert_allclose(noisy.weights, noisy.is_unresolved / t, rtol=1e-5)
 
 
+@settings(max_examples=50)
 @given(example=examples, copies=st.sampled_from([2, 4]), loss_weight=st.sampled_from(["flat", "elbo"]))
 def test_complementary_masks_cover_each_response_token_exactly_once_a_pair(
     example: Example, copies: int, loss_weight: str
@@ -164,14 +170,14 @@ def test_uniform_noise_draws_every_text_id_and_no_special_one():
 def test_noise_level_does_not_depend_on_what_the_problem_number_chose_before():
     """Task and noise of one number come from independent streams, else every task had its own band of noise."""
     first = np.array(
-        [[generator(0, n, s).random() for s in (DATA_STREAM, NOISE_STREAM, COIN_STREAM)] for n in range(2000)]
+        [[generator(0, n, s).random() for s in (DATA_STREAM, NOISE_STREAM, COIN_STREAM)] for n in range(1000)]
     )
     correlation = np.corrcoef(first.T) - np.eye(3)
-    assert np.abs(correlation).max() < 0.1
+    assert np.abs(correlation).max() < 0.15
     objective = ObjectiveSection(kind="mask", copies=1)
     example = Example(number=0, prompt_ids=(5,), response_ids=(6,) * 7 + (STOP,))
-    open_share = [rows_of(replace(example, number=n), objective).is_unresolved.mean() for n in range(2000)]
-    assert abs(np.corrcoef(first[:, 0], open_share)[0, 1]) < 0.1
+    open_share = [rows_of(replace(example, number=n), objective).is_unresolved.mean() for n in range(1000)]
+    assert abs(np.corrcoef(first[:, 0], open_share)[0, 1]) < 0.15
 
 
 @pytest.mark.parametrize("where", ["prompt", "response"])
@@ -193,7 +199,7 @@ def test_empty_prompt_and_empty_response_give_rows_without_false_targets():
         assert rows.targets[0] == STOP
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(pool=st.lists(examples, min_size=1, max_size=14), objective=objectives, extra=st.integers(0, 90))
 def test_packing_keeps_every_problem_whole_exactly_once_and_unchanged(
     pool: list[Example], objective: ObjectiveSection, extra: int

@@ -74,7 +74,7 @@ def test_stopped_and_resumed_run_equals_a_straight_one(make_recipe, tmp_path: Pa
 
 def test_run_killed_with_sigkill_resumes_exactly(make_recipe, tmp_path: Path, start_python):
     """K59: the child saves after every step, so the kill falls into a step or into a save."""
-    recipe = make_recipe(optim={"steps": 40}, run={"save_every_s": 0.0})
+    recipe = make_recipe(optim={"steps": 25}, run={"save_every_s": 0.0})
     path = tmp_path / "r.toml"
     path.write_text(dump_recipe(recipe))
     pretrain(recipe, tmp_path / "straight")
@@ -87,7 +87,7 @@ def test_run_killed_with_sigkill_resumes_exactly(make_recipe, tmp_path: Path, st
     child.communicate()
     assert child.returncode == -signal.SIGKILL
     killed_at = max(line["step"] for line in metrics(tmp_path / "killed"))
-    assert 5 <= killed_at < 40
+    assert 5 <= killed_at < 25
     pretrain(recipe, tmp_path / "killed")
     assert_same_run(tmp_path / "straight", tmp_path / "killed")
 
@@ -171,22 +171,13 @@ def test_conversion_starts_from_the_checkpoint_and_adds_a_fresh_adapter(make_rec
 
 
 def test_mask_token_must_be_a_token_of_its_own(make_recipe, tmp_path: Path, tokenizer_dir: Path):
-    """K56: absent from the tokenizer, or one of the ids that already mean something."""
+    """K56: it is never guessed; an id with another meaning is refused by the config check."""
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     for path in tokenizer_dir.iterdir():
         (foreign / path.name).write_text(path.read_text().replace("<|mask|>", "<|hole|>"))
     with pytest.raises(RecipeError, match=r"the tokenizer has no '<\|mask\|>'"):
         Run(make_recipe(data={"tokenizer": str(foreign)}), tmp_path / "a")
-    raw = json.loads((tokenizer_dir / "tokenizer.json").read_text())
-    raw["added_tokens"] = [
-        t | {"content": "<|mask|>"} if t["id"] == 2 else t for t in raw["added_tokens"] if t["id"] != 3
-    ]
-    raw["model"]["vocab"] = {("<|was_mask|>" if k == "<|mask|>" else k): v for k, v in raw["model"]["vocab"].items()}
-    raw["model"]["vocab"] = {("<|mask|>" if k == "<|im_end|>" else k): v for k, v in raw["model"]["vocab"].items()}
-    (foreign / "tokenizer.json").write_text(json.dumps(raw))
-    with pytest.raises((RecipeError, CheckpointError)):
-        Run(make_recipe(data={"tokenizer": str(foreign)}), tmp_path / "b")
 
 
 def test_contradicting_sizes_are_refused_before_training(make_recipe, tmp_path: Path):
@@ -241,9 +232,8 @@ def test_run_that_only_skips_ends_with_an_error_and_its_last_good_state(make_rec
     pretrain(recipe, tmp_path, stop_after_s=0)
     take = module.PackedStream.take
     monkeypatch.setattr(
-        module.PackedStream, "take", lambda self, n: [poison(rows, float("nan")) for rows in take(self, n)]
+        module.PackedStream, "take", lambda self, n: [poison(rows, float("inf")) for rows in take(self, n)]
     )
-    monkeypatch.setattr(module, "_unusable", lambda entry, norm: "the loss is not finite")
     with pytest.raises(
         DivergedError, match="3 steps in a row were skipped, step 4 because the loss is not finite; lower"
     ):
@@ -301,7 +291,7 @@ def test_learning_rate_warms_up_and_falls_along_a_cosine():
     assert ratios[9] == ratios[10] == 1
     assert ratios[55] == pytest.approx(0.55)
     assert ratios[99] == pytest.approx(0.1, abs=1e-3)
-    assert all(later <= earlier for earlier, later in zip(ratios[10:], ratios[11:], strict=False))
+    assert ratios[10:] == sorted(ratios[10:], reverse=True)
     assert learning_rate_ratio(0, 10, 0, 0.0) == 1
     assert learning_rate_ratio(5, 5, 5, 0.2) == 1
 

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orl.errors import RecipeError
@@ -39,6 +39,7 @@ recipes = st.builds(
 )
 
 
+@settings(max_examples=50)
 @given(recipe=recipes)
 def test_dump_is_read_back_to_an_equal_recipe(tmp_path_factory, recipe: PretrainRecipe):
     path = tmp_path_factory.mktemp("recipe") / "r.toml"

@@ -184,10 +184,8 @@ def test_full_disk_leaves_the_state_before(tmp_path: Path, start_python, kind: s
     if kind == "tmpfs":
         if not can_mount():
             pytest.skip("this user cannot mount a tmpfs")
-        script = 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"'
-        python = ["import os, sys", f"os.execvp('unshare', ['unshare', '--mount', 'sh', '-c', {script!r}, {str(tmp_path)!r},"
-                  f" sys.executable, *{arguments!r}])"]  # fmt: skip
-        arguments = ["-c", "\n".join(python)]
+        command = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs "$0" && exec "$@"', str(tmp_path)]
+        arguments = ["-c", f"import os, sys; os.execvp('unshare', [*{command!r}, sys.executable, *{arguments!r}])"]
     stdout, stderr = start_python(*arguments).communicate(timeout=60)
     lines = stdout.splitlines()
     assert len(lines) == 3, stderr

@@ -1,6 +1,6 @@
 """Read a checkpoint folder: its configuration and a checked stream of tensors.
 
-Nothing is taken on trust: every tensor that the model needs must be there, in the right shape and a floating type, and
+Nothing is taken on trust: every tensor that the model needs must be there, in the right shape and a known format, and
 nothing may be left over, before the first one is handed out. A server that starts on half a download would answer, and
 answer nonsense. Peak memory is what the caller keeps plus one tensor; torch is imported only by `load_params`.
 
@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-
+from dlmrt.checkpoint.assemble import ModelWeight, assemble, is_same
+from dlmrt.checkpoint.formats import FLOATS, StoredWeight, collect, quantization_metadata
 from dlmrt.checkpoint.tensorfile import StoredTensor, read_tensors, to_float32, to_torch
-from dlmrt.errors import CheckpointError, UnsupportedModelError, UsageError, nearest
-from dlmrt.models import qwen3
+from dlmrt.errors import CheckpointError, UsageError, nearest
 from dlmrt.models.config import ModelConfig, check_config, load_config, read_json
+from dlmrt.models.families import family_of
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +31,7 @@ __all__ = ["Checkpoint", "StoredTensor", "load_params", "open_checkpoint", "to_f
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-FLOAT_DTYPES = ("float32", "bfloat16", "float16")
+FLOAT_DTYPES = FLOATS
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -44,52 +43,33 @@ class Checkpoint:
     config: ModelConfig  # eos_token_ids: those of generation_config.json first, then those of config.json
     generation: dict[str, Any]  # generation_config.json, {} when there is none
     stored: Mapping[str, StoredTensor]  # every tensor of the files, by name
+    quantization: dict[str, Any] = field(default_factory=dict)  # the declared format; {} when there is none
 
-    def tensors(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, StoredTensor]]:
-        """Check the files against `shapes` (name -> shape), then yield each tensor in that order.
+    def weights(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> dict[str, ModelWeight]:
+        """Check the files against `shapes` (name -> shape, None: those of the config) and find each tensor's values.
 
         Raises:
             CheckpointError: a tensor is missing, left over, or has another shape or a type that is not a float.
         """
-        self._check_names(shapes)
-        for name, shape in shapes.items():
-            tensor = self.stored[name]
-            if tensor.shape != shape:
-                raise CheckpointError(
-                    f"{tensor.path}: {name} has shape {list(tensor.shape)}, config.json asks for {list(shape)}; "
-                    "config.json and weights are not of one model"
-                )
-            if tensor.dtype not in FLOAT_DTYPES:
-                raise CheckpointError(
-                    f"{tensor.path}: {name} has dtype {tensor.dtype}, supported: {', '.join(FLOAT_DTYPES)}; "
-                    "convert the checkpoint to one of them"
-                )
-        return ((name, self.stored[name]) for name in shapes)
+        family = family_of(self.config)
+        stored = collect(self.stored, self.quantization)
+        if self.config.tie_word_embeddings and family.HEAD in stored:
+            self._check_tied_head(stored.pop(family.HEAD), stored.get(family.EMBEDDING))
+        return assemble(
+            stored, family.tensor_shapes(self.config) if shapes is None else shapes, family.RENAMES, folder=self.folder,
+            architecture=self.config.architecture,
+        )  # fmt: skip
 
-    def _check_names(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        missing = [name for name in shapes if name not in self.stored]
-        if missing:
-            raise CheckpointError(
-                f"{self.folder} lacks {len(missing)} of {len(shapes)} tensors, first {missing[0]}; "
-                "the download is incomplete or config.json is of another model"
-            )
-        for name in self.stored:
-            if name in shapes:
-                continue
-            if name == qwen3.HEAD and self.config.tie_word_embeddings:
-                self._check_tied_head()
-                continue
-            raise CheckpointError(
-                f"{self.stored[name].path}: {name} is not a tensor of {self.config.architecture}"
-                f"{nearest(name, shapes)}; remove it or correct config.json"
-            )
+    def tensors(self, shapes: Mapping[str, tuple[int, ...]] | None = None) -> Iterator[tuple[str, StoredTensor]]:
+        """As `weights`, then yield each tensor in that order, dequantised and whole; one at a time is in memory."""
+        weights = self.weights(shapes)
+        return ((name, weight.stored()) for name, weight in weights.items())
 
-    def _check_tied_head(self) -> None:
+    def _check_tied_head(self, head: StoredWeight, embedding: StoredWeight | None) -> None:
         """A tied checkpoint may store its head too, if it is the embedding: a different one would be ignored."""
-        head, embedding = self.stored[qwen3.HEAD], self.stored[qwen3.EMBEDDING]
-        if head.dtype != embedding.dtype or not np.array_equal(_bytes(head), _bytes(embedding)):
+        if embedding is not None and not is_same(head, embedding):
             raise CheckpointError(
-                f"{head.path}: tie_word_embeddings is true, yet {qwen3.HEAD} differs from {qwen3.EMBEDDING}; "
+                f"{self.folder}: tie_word_embeddings is true, yet {head.name} differs from {embedding.name}; "
                 "set tie_word_embeddings to false in config.json, or remove the head"
             )
 
@@ -104,27 +84,35 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder; give a folder in Hugging Face layout")
     config = load_config(folder)
-    if read_json(folder / "config.json").get("quantization_config"):
-        raise UnsupportedModelError(f"{folder} holds quantized weights, which are not read; use a bfloat16 one")
-    generation = read_json(folder / "generation_config.json") if (folder / "generation_config.json").exists() else {}
+    raw, generation, hf_quant = (
+        read_json(folder / name) if (folder / name).exists() else {}
+        for name in ("config.json", "generation_config.json", "hf_quant_config.json")
+    )
+    quantization = quantization_metadata(raw, hf_quant, str(folder))
     config = dataclasses.replace(config, eos_token_ids=_eos_token_ids(generation, config, folder))
     check_config(config, str(folder))
     _check_tokenizer(folder, config)
-    return Checkpoint(folder=folder, config=config, generation=generation, stored=_read_folder(folder))
+    return Checkpoint(
+        folder=folder, config=config, generation=generation, stored=_read_folder(folder), quantization=quantization
+    )
 
 
 def load_params(checkpoint: Checkpoint, *, dtype: str = "auto") -> dict[str, torch.Tensor]:
-    """Load all weights of `checkpoint` as torch tensors on the CPU.
+    """Load all weights of `checkpoint` as torch tensors on the CPU, dequantised.
 
-    `dtype` is "auto" for the type that config.json declares, or "float32", "bfloat16", "float16".
+    `dtype` is "auto" for the type that config.json declares, or "float32", "bfloat16", "float16". A few tensors that
+    the family keeps in float32 stay so.
     """
     import torch
 
     wanted = checkpoint.config.dtype if dtype == "auto" else dtype
     if wanted not in FLOAT_DTYPES:
         raise UsageError(f"dtype {wanted!r} is not a type of weights{nearest(wanted, (*FLOAT_DTYPES, 'auto'))}")
-    tensors = checkpoint.tensors(qwen3.tensor_shapes(checkpoint.config))
-    return {name: to_torch(tensor).to(getattr(torch, wanted)) for name, tensor in tensors}
+    kept = family_of(checkpoint.config).FLOAT32
+    return {
+        name: weight.to_torch(torch.float32 if name.endswith(kept) else getattr(torch, wanted))
+        for name, weight in checkpoint.weights().items()
+    }
 
 
 def _eos_token_ids(generation: Mapping[str, Any], config: ModelConfig, folder: Path) -> tuple[int, ...]:
@@ -151,10 +139,6 @@ def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
             f"{path} knows the id {max(ids)}, the embedding table has {config.vocab_size} rows (vocabulary mismatch); "
             "tokenizer and weights are not of one model"
         )
-
-
-def _bytes(tensor: StoredTensor) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(tensor.data, dtype=np.uint8)
 
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:

@@ -28,7 +28,7 @@ from dlmrt.types import DecodeConfig
 Command = TypeVar("Command", bound=Callable[..., None])
 
 HELP = {
-    "commit_rule": "How positions are decided: threshold, joint_threshold, entropy_bound or steps.",
+    "commit_rule": "How positions are decided: threshold, joint_threshold, joint_threshold_indel, entropy_bound or steps.",
     "canvas_length": "Positions denoised together, where the checkpoint allows another length than its own.",
     "threshold": "Commit a position when its confidence is above this; 0 to 1.",
     "edit_threshold": "joint_threshold changes a committed position when the new confidence is above this; 0: always.",

@@ -105,7 +105,7 @@ def run_request(engine: Engine, prompt: str | list[Message], config: DecodeConfi
                     view.text(event.text)
                 elif isinstance(event, CanvasEvent):
                     view.canvas(event)
-                else:
+                elif isinstance(event, GenerateResult):
                     result = event
     assert result is not None, "the stream ended without a result"
     return result

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.checkpoint.load import Checkpoint
+from dlmrt.checkpoint.load import Checkpoint, StoredTensor, to_float32
 from dlmrt.cpu.programs import NativeProgram, Params, ProgramStore
 from dlmrt.errors import UnknownOptionError, UsageError, nearest
 from dlmrt.models import qwen3
@@ -261,3 +261,25 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
         {name: _raw(tensor) for name, tensor in checkpoint.tensors(qwen3.tensor_shapes(checkpoint.config))},
         checkpoint.config, dtype=wanted, num_threads=num_threads, isa=os.environ.get("DLMRT_CPU_ISA", ""),
     )  # fmt: skip
+
+
+def _raw(tensor: StoredTensor) -> npt.NDArray[np.generic]:
+    """Mapped from the file without a copy where the kernels can read its type."""
+    return to_float32(tensor) if tensor.dtype == "float16" else tensor.raw()
+
+
+def _fill(program: NativeProgram, **inputs: npt.NDArray[np.generic]) -> None:
+    """Write the leading rows of states."""
+    for name, values in inputs.items():
+        program.states[name][: len(values)] = values
+
+
+def _num_threads(asked: int | None) -> int:
+    from dlmrt.cpu import _native
+
+    if asked is None:
+        limit = os.environ.get("OMP_NUM_THREADS", "")
+        return int(limit) if limit.isdigit() and int(limit) else int(_native.default_num_threads())
+    if asked < 1:
+        raise UsageError(f"num_threads is {asked}; it must be at least 1")
+    return asked

@@ -64,8 +64,8 @@ class ProgramStore:
         self._native = _native
         self._pool = _native.Pool(num_threads)
         self._params: Params | None = params
-        self._packed: dict[tuple[str, str], object] = {}
-        self._tables: dict[tuple[str, str], Bytes] = {}
+        self._packed: dict[tuple[str, str, str], object] = {}
+        self._tables: dict[tuple[str, str, str], Bytes] = {}
         self._context: dict[str, Bytes] = {}
         self._rope: tuple[Bytes, Bytes] = (aligned(0), aligned(0))
         self._arena = aligned(0)
@@ -74,14 +74,15 @@ class ProgramStore:
     def get(self, key: Hashable, record: Callable[[], Program]) -> NativeProgram:
         """The program called `key`, recorded and bound at its first use."""
         if key not in self._programs:
-            lowered = lower(record(), self.config)
+            recorded = record()
+            lowered = lower(recorded, self.config)
             placement = plan(lowered.program)
             self._load_weights(lowered)
             if placement.num_bytes > len(self._arena):
                 self._programs.clear()
                 check_fits(placement.num_bytes - len(self._arena), "scratch memory")
                 self._arena = aligned(placement.num_bytes)
-            self._programs[key] = self._bind(lowered, placement)
+            self._programs[key] = self._bind(lowered, placement, record_types(recorded))
         return self._programs[key]
 
     def release_params(self) -> None:
@@ -106,12 +107,12 @@ class ProgramStore:
         check_fits(sum(b.num_bytes for b in missing), "the model")
         for buffer in missing:
             if buffer in lowered.sources:
-                self._packed[buffer.name, buffer.dtype] = self._pack(buffer, lowered.sources[buffer])
+                self._packed[_key(buffer)] = self._pack(buffer, lowered.sources[buffer])
             else:
-                self._tables[buffer.name, buffer.dtype] = self._copy(buffer)
+                self._tables[_key(buffer)] = self._copy(buffer)
 
     def _has(self, buffer: Buffer) -> bool:
-        key = (buffer.name, buffer.dtype)
+        key = _key(buffer)
         return key in self._packed or key in self._tables or buffer.name in ("rope.cos", "rope.sin")
 
     def _param(self, name: str) -> npt.NDArray[np.generic]:
@@ -136,8 +137,8 @@ class ProgramStore:
             memory.view(np.float32)[:] = to_float32(values).reshape(-1)
         return memory
 
-    def _bind(self, lowered: Lowered, placement: Plan) -> NativeProgram:
-        program, types = lowered.program, record_types(lowered.program)
+    def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
+        program = lowered.program
         slot_bytes = max((np.dtype(t).itemsize for t in types.values()), default=0)
         ring = self._native.Ring(RING_SLOTS, slot_bytes) if types else None
         states, scalars, places = {}, {}, {}
@@ -179,8 +180,12 @@ class ProgramStore:
     def _place_of_weight(self, buffer: Buffer) -> object:
         if buffer.name in ("rope.cos", "rope.sin"):
             return address(self._rope[buffer.name == "rope.sin"])
-        key = (buffer.name, buffer.dtype)
+        key = _key(buffer)
         return self._packed[key] if key in self._packed else address(self._tables[key])
+
+
+def _key(buffer: Buffer) -> tuple[str, str, str]:
+    return buffer.name, buffer.dtype, buffer.layout
 
 
 def _add(runner: object, body: tuple[Node, ...], places: Mapping[Buffer, object]) -> None:

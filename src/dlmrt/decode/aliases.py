@@ -46,6 +46,7 @@ RULE_KEYS = ("dllm_algorithm", "dllm_unmasking_strategy", "unmasking_strategy", 
 RULE_ALIASES = {
     "LowConfidence": "threshold",
     "JointThreshold": "joint_threshold",
+    "JointThresholdInDel": "joint_threshold_indel",
     "Gemma4Renoise": "entropy_bound",
     "low_confidence_dynamic": "threshold",
     "low_confidence_static": "steps",

@@ -23,7 +23,8 @@ import numpy as np
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
 from dlmrt.decode.answer import Reply, Trace
-from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, decode, prefill
+from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, prefill
+from dlmrt.decode.native import run_loop
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
 from dlmrt.decode.text import StopMatcher, TextCodec
@@ -45,7 +46,10 @@ Prompt = str | Sequence[int] | Sequence[Message]
 StreamEvent = TextEvent | CanvasEvent | TokensEvent | GenerateResult
 
 # In the order in which "auto" tries them: module with `load_denoiser`, package it needs, extra that brings it.
-EXECUTORS: dict[str, tuple[str, str, str]] = {"eager": ("dlmrt.eager.executor", "torch", "train")}
+EXECUTORS: dict[str, tuple[str, str, str]] = {
+    "eager": ("dlmrt.eager.executor", "torch", "train"),
+    "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "cpu"),
+}
 
 _OPEN_SLOT = "\u2591"
 
@@ -258,7 +262,7 @@ class Engine:
             denoiser = self._open_denoiser()
             self._running = request.cancel
             trace = Trace(request)
-            loop = decode(denoiser, request)
+            loop = run_loop(denoiser, request, wants_steps=canvas, keeps_residual=record)
             try:
                 for event in loop:
                     trace.add(event, record=record)

@@ -105,7 +105,7 @@ def decode(denoiser: Denoiser, request: LoopRequest) -> Generator[Event]:
     pinned, block_idx, num_answer = request.prompt_S[start:], 0, 0
     end_reason: EndReason | None = None
     while end_reason is None:
-        block = _Block(denoiser, request, block_idx=block_idx, start=start, pinned=pinned, num_before=num_answer)
+        block = Block(denoiser, request, block_idx=block_idx, start=start, pinned=pinned, num_before=num_answer)
         yield from block.steps()
         end_reason = block.end_reason
         # 9. Close the block.
@@ -136,8 +136,8 @@ def prefill(
     return tuple(records)
 
 
-class _Block:
-    """Steps 2 to 9 of one block."""
+class Block:
+    """Steps 2 to 9 of one block; `decode.native` replays recorded steps through the same bookkeeping."""
 
     def __init__(
         self, denoiser: Denoiser, request: LoopRequest, *, block_idx: int, start: int, pinned: Int32, num_before: int
@@ -161,6 +161,7 @@ class _Block:
         settings, denoiser = self.settings, self.denoiser
         has_residual = denoiser.has_residual and settings.use_residual
         is_local = self.request.diffusion.residual.where == "masked"
+        with_probs = has_residual or self.request.with_probs or settings.edit_ids is not None
         while not self.state.is_done and self.end_reason is None:
             # 3. Cancel?
             if self.request.cancel.is_set():
@@ -174,7 +175,7 @@ class _Block:
             # 5. Predict.
             prediction = predict(
                 logits_LV, self._sampling(temperature), self.request.banned, block=self.block_idx, step=step,
-                with_probs=has_residual or self.request.with_probs, open_L=~before.is_pinned_L if self.is_redrawn else before.is_open_L,
+                with_probs=with_probs, open_L=~before.is_pinned_L if self.is_redrawn else before.is_open_L,
             )  # fmt: skip
             # 6. Commit.
             after = RULES[settings.commit_rule](settings, before, prediction)
@@ -182,7 +183,7 @@ class _Block:
             self.changed_at_L[after.changed_L] = step
             consumed, self.state = self.residual_LD, after
             # 7. Settle.
-            self._settle()
+            self.settle()
             # 8. Renoise, unless nothing follows.
             if not after.is_done and self.end_reason is None:
                 canvas_L = np.where(after.is_open_L, self._noise(step + 1), after.canvas_L)
@@ -190,7 +191,7 @@ class _Block:
                 if has_residual:
                     assert prediction.probs_LV is not None
                     self.residual_LD = denoiser.soft_embedding(prediction.probs_LV)
-            self.records.append(_denoise_record(self.block_idx, before, after, prediction))
+            self.records.append(denoise_record(self.block_idx, before, after, prediction))
             yield StepEvent(
                 state=StepState(
                     block_idx=self.block_idx, step=step, start=self.start, canvas_L=before.canvas_L,
@@ -221,7 +222,7 @@ class _Block:
             temperature=temperature, is_greedy=s.is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
         )
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Move newly settled ids into the answer and look for its end in them."""
         state, settings = self.state, self.settings
         if state.is_done:
@@ -250,7 +251,8 @@ class _Block:
         self.answer += ids
 
 
-def _denoise_record(block_idx: int, before: BlockState, after: BlockState, prediction: Prediction) -> ForwardRecord:
+def denoise_record(block_idx: int, before: BlockState, after: BlockState, prediction: Prediction) -> ForwardRecord:
+    """Count one denoising forward; what it finalised is known when the block closes."""
     open_entropy = prediction.entropy_L[before.is_open_L]
     return ForwardRecord(
         kind="denoise", block_idx=block_idx, step=before.step, num_rows=len(before.canvas_L), num_edits=after.num_edits,

@@ -8,6 +8,7 @@ flat logits cannot spin; pinned slots (the prompt's part of a block) are never o
     joint_threshold  threshold, and in the same step decided slots whose argmax differs with confidence >
                      edit_threshold; a full block goes on until a step changes nothing or `max_post_edit_steps` steps
                      were spent on it
+    joint_threshold_indel  joint_threshold whose predictions may also delete slots and split off new ones (decode.indel)
     entropy_bound    all slots at once: those of lowest entropy whose cumulative entropy, less their own, stays within
                      the bound hold the prediction, all others noise, nothing is sticky; ends when the argmax canvas
                      repeats and the mean entropy is below stop_entropy, and leaves the argmax canvas
@@ -29,6 +30,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from dlmrt.decode.indel import EditHistory, EditIds, apply_edits, best_other
 from dlmrt.decode.sampling import Prediction
 from dlmrt.decode.settings import ResolvedDecode
 from dlmrt.types import Bool, Float32, Int32
@@ -46,9 +48,10 @@ class BlockState:
     changed_L: Bool  # answer_L was set or changed by the last step
     num_edits: int = 0  # of the last step
     step: int = 0  # steps taken
-    num_full_steps: int = 0  # joint_threshold: steps that began with nothing open
+    num_full_steps: int = 0  # joint_threshold: steps that began with nothing open (indel: with no original mask)
     num_repeats: int = 0  # entropy_bound: steps in a row that repeated the argmax canvas
     is_done: bool = False
+    history: EditHistory | None = None  # joint_threshold_indel, from its first step on
 
 
 Rule = Callable[[ResolvedDecode, BlockState, Prediction], BlockState]
@@ -124,6 +127,54 @@ def threshold_step(settings: ResolvedDecode, state: BlockState, prediction: Pred
     )
 
 
+def indel_step(settings: ResolvedDecode, state: BlockState, prediction: Prediction) -> BlockState:
+    """Rule `joint_threshold_indel`. The step that spends the budget, or the last one, writes no special id."""
+    assert prediction.probs_LV is not None and settings.edit_ids is not None and settings.edit_threshold is not None
+    history = state.history or EditHistory(is_original_L=state.is_open_L)
+    original_L, is_open_L, budget = history.is_original_L & state.is_open_L, state.is_open_L, settings.max_post_edit_steps
+    num_full_steps = state.num_full_steps + (not original_L.any())
+    is_final = num_full_steps >= max(budget, 1) or state.step + 1 >= settings.max_denoising_steps
+    chosen_L = is_open_L
+    if original_L.any() and not is_final:
+        # At least one original mask is among them: only so many others are open.
+        needed = 1 + int((is_open_L & ~original_L).sum())
+        chosen_L = above_threshold(
+            prediction.confidence_L, is_open_L, threshold=settings.threshold, min_commit=needed
+        )
+        if budget == 0 and not (original_L & ~chosen_L).any():
+            is_final, chosen_L = True, is_open_L
+    differs_L = ~is_open_L & ~state.is_pinned_L & (prediction.argmax_L != state.canvas_L)
+    edited_L = differs_L & (prediction.argmax_confidence_L > np.float32(settings.edit_threshold))
+    written_L = chosen_L | edited_L
+    token_L = np.where(chosen_L, prediction.token_L, np.where(edited_L, prediction.argmax_L, state.canvas_L))
+    ids = settings.edit_ids
+    changing = np.flatnonzero(written_L & (token_L != state.canvas_L))
+    if is_final:
+        for slot in np.flatnonzero(written_L & np.isin(token_L, (ids.mask, ids.delete, ids.split))):
+            token_L[slot] = best_other(prediction.probs_LV[slot], (ids.mask, ids.delete, ids.split))
+    elif len(changing) and tuple(state.canvas_L.tolist()) in history.seen:
+        # Seen before: it would go round for ever, so the least certain slot tries an id that it has not had.
+        confidence_L = np.where(chosen_L, prediction.confidence_L, prediction.argmax_confidence_L)
+        slot = int(changing[confidence_L[changing].argmin()])
+        token_L[slot] = best_other(prediction.probs_LV[slot], history.written.get(slot, ()))
+    canvas_L, is_original_L = token_L, history.is_original_L
+    if (written_L & np.isin(token_L, (ids.delete, ids.split))).any():
+        canvas_L, is_original_L = apply_edits(token_L, state.canvas_L, is_original_L, state.is_pinned_L, ids)
+    return replace(
+        state,
+        canvas_L=canvas_L,
+        answer_L=canvas_L,
+        is_open_L=~state.is_pinned_L & (canvas_L == ids.mask),
+        committed_L=written_L,
+        changed_L=canvas_L != state.canvas_L,
+        num_edits=int(edited_L.sum()),
+        step=state.step + 1,
+        num_full_steps=num_full_steps,
+        is_done=is_final or not written_L.any(),
+        history=history.after(state.canvas_L, written_L, token_L, is_original_L),
+    )
+
+
 def quota_step(settings: ResolvedDecode, state: BlockState, prediction: Prediction) -> BlockState:
     """Rule `steps`. A prompt part only ends the block earlier; the quota follows the canvas length of this request."""
     is_last = state.step + 1 >= settings.max_denoising_steps
@@ -164,6 +215,7 @@ def entropy_bound_step(settings: ResolvedDecode, state: BlockState, prediction: 
 RULES: dict[str, Rule] = {
     "threshold": threshold_step,
     "joint_threshold": threshold_step,
+    "joint_threshold_indel": indel_step,
     "entropy_bound": entropy_bound_step,
     "steps": quota_step,
 }

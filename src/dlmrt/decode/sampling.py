@@ -80,11 +80,7 @@ def predict(
         NonFiniteError: a logit is NaN or infinite; the message names block and step.
     """
     if not np.isfinite(logits_LV).all():
-        rows = np.flatnonzero(~np.isfinite(logits_LV).all(axis=1))
-        raise NonFiniteError(
-            f"the model produced non-finite logits in block {block}, step {step}, slots {rows.tolist()}; "
-            "the request failed, the next one starts clean"
-        )
+        raise non_finite_error(np.flatnonzero(~np.isfinite(logits_LV).all(axis=1)), block=block, step=step)
     rows = np.arange(len(logits_LV))
     scaled = logits_LV / np.float32(sampling.temperature)
     scaled[:, banned] = -np.inf
@@ -108,6 +104,14 @@ def predict(
         confidence_L=(weights[rows, token_L] / total_L).astype(np.float32),
         entropy_L=entropy_L.astype(np.float32),
         probs_LV=(weights / total_L[:, None]).astype(np.float32) if with_probs else None,
+    )
+
+
+def non_finite_error(slots: npt.NDArray[np.intp], *, block: int, step: int) -> NonFiniteError:
+    """The error for `slots` whose logits cannot be used."""
+    return NonFiniteError(
+        f"the model produced non-finite logits in block {block}, step {step}, slots {slots.tolist()}; "
+        "the request failed, the next one starts clean"
     )
 
 

@@ -25,6 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dlmrt.decode.indel import EditIds
 from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.types import DecodeConfig
@@ -32,6 +33,7 @@ from dlmrt.types import DecodeConfig
 RULE_FIELDS: dict[str, tuple[str, ...]] = {
     "threshold": ("threshold", "min_commit", "max_denoising_steps"),
     "joint_threshold": ("threshold", "edit_threshold", "max_post_edit_steps", "min_commit", "max_denoising_steps"),
+    "joint_threshold_indel": ("threshold", "edit_threshold", "max_post_edit_steps", "max_denoising_steps"),
     "entropy_bound": (
         "entropy_bound", "t_min", "t_max", "stop_entropy", "stability_threshold", "max_denoising_steps",
     ),
@@ -41,6 +43,7 @@ RULE_FIELDS: dict[str, tuple[str, ...]] = {
 _BUILT_IN: dict[str, dict[str, Any]] = {
     "threshold": {"threshold": 0.9},
     "joint_threshold": {"threshold": 0.95, "edit_threshold": 0.9, "max_post_edit_steps": 16},
+    "joint_threshold_indel": {"threshold": 0.5, "edit_threshold": 0.0, "max_post_edit_steps": 16},
     "entropy_bound": {
         "entropy_bound": 0.1, "t_min": 0.4, "t_max": 0.8, "stop_entropy": 0.005, "stability_threshold": 1,
         "max_denoising_steps": 48, "temperature": 1.0,
@@ -108,6 +111,7 @@ class ResolvedDecode:
     stop_token_ids: frozenset[int]  # of the request
     stop: tuple[str, ...]
     use_residual: bool
+    edit_ids: EditIds | None = None  # joint_threshold_indel: ids of the checkpoint
 
     @property
     def is_greedy(self) -> bool:
@@ -129,6 +133,7 @@ class ResolvedDecode:
     def as_dict(self) -> dict[str, Any]:
         """The settings in effect, for printing: fields of other rules are absent, sets are sorted lists."""
         others = {field for fields in RULE_FIELDS.values() for field in fields} - set(RULE_FIELDS[self.commit_rule])
+        others.add("edit_ids")  # the checkpoint's, not a choice
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in others}
         return {name: sorted(value) if isinstance(value, frozenset) else value for name, value in values.items()}
 
@@ -190,6 +195,7 @@ def resolve(config: DecodeConfig, model: ModelConfig, generation_defaults: Mappi
         stop=_stop_strings(config),
         use_residual=config.use_residual,
         noise_seed=config.noise_seed,
+        edit_ids=_edit_ids(rule, diffusion),
         **{name: value for name, value in values.items() if name in used and name != "noise_seed"},
     )
 
@@ -265,7 +271,8 @@ def _finish_steps(values: dict[str, Any], rule: str, asked: Mapping[str, Any]) -
     length = values["canvas_length"]
     if values["min_commit"] > length:
         raise UsageError(f"min_commit is {values['min_commit']}; it must be within [1, {length}], the canvas length")
-    values.setdefault("max_denoising_steps", length + values.get("max_post_edit_steps", 0))
+    last = rule == "joint_threshold_indel"  # the step that cleans up
+    values.setdefault("max_denoising_steps", length + values.get("max_post_edit_steps", 0) + last)
     if rule == "steps" and values["max_denoising_steps"] > length:
         if "max_denoising_steps" in asked:
             raise UsageError(
@@ -273,6 +280,18 @@ def _finish_steps(values: dict[str, Any], rule: str, asked: Mapping[str, Any]) -
                 f"[1, {length}], since each step decides at least one of {length} positions"
             )
         values["max_denoising_steps"] = length
+
+
+def _edit_ids(rule: str, diffusion: DiffusionConfig) -> EditIds | None:
+    if rule != "joint_threshold_indel":
+        return None
+    mask, delete, split = diffusion.mask_token_id, diffusion.delete_token_id, diffusion.split_token_id
+    if mask is None or delete is None or split is None:
+        raise UsageError(
+            "commit_rule 'joint_threshold_indel' needs a checkpoint with delete_token_id and split_token_id; "
+            "choose joint_threshold"
+        )
+    return EditIds(mask=mask, delete=delete, split=split)
 
 
 def _eos_ids(model: ModelConfig, defaults: Mapping[str, Any]) -> frozenset[int]:

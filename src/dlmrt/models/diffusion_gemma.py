@@ -21,7 +21,9 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
-__all__ = ["EMBEDDING", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes"]
+__all__ = [
+    "EMBEDDING", "FLOAT32", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+]  # fmt: skip
 
 DECODER = "model.decoder."
 ENCODER = "model.encoder.language_model."
@@ -46,6 +48,7 @@ RENAMES = (
     ),
     Rename(pattern=r"model\.encoder\.(?:vision_tower|embed_vision)\..*", target=None),
 )  # fmt: skip
+FLOAT32 = ()
 
 
 def tensor_shapes(config: ModelConfig) -> layers.Shapes:

@@ -20,6 +20,7 @@ class Family(Protocol):
     EMBEDDING: str  # name of the table [V, D] of input embeddings
     HEAD: str  # name of the head [V, D] where it is not tied
     RENAMES: Sequence[Rename]  # how files spell tensors
+    FLOAT32: tuple[str, ...]  # ends of names of tensors that stay float32 whatever the model runs in
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the model needs, no more and no fewer."""

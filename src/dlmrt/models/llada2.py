@@ -19,7 +19,9 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
-__all__ = ["EMBEDDING", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes"]
+__all__ = [
+    "EMBEDDING", "FLOAT32", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+]  # fmt: skip
 
 EMBEDDING = "model.word_embeddings.weight"
 HEAD = "lm_head.weight"
@@ -32,6 +34,7 @@ RENAMES = (
     Rename(pattern=r"model\.lm_head\.weight", target=HEAD),
     Rename(pattern=r".*\.inv_freq|v_head\..*", target=None),
 )
+FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 
 
 def tensor_shapes(config: ModelConfig) -> layers.Shapes:

@@ -94,7 +94,7 @@ class _Loop:
             dict.fromkeys(
                 ("context", "num_prefill_forwards", "more_prefill", "more_blocks", "block_idx", "num_pinned", "end_reason",
                  "step", "num_full_steps", "num_repeats", "num_settled", "has_residual", "is_done", "more_steps",
-                 "num_edits", "is_finite", "is_continued", "needs_commit"), "int32",
+                 "num_edits", "is_finite", "is_continued", "is_urgent", "needs_commit"), "int32",
             ) | {"num_answer": "int64", "step_temperature": "float32"}
         )  # fmt: skip
         self.residual: Buffer | None = None
@@ -156,7 +156,7 @@ class _Loop:
             )  # fmt: skip
             if options.keeps_residual and self.residual is not None:
                 fields["residual"] = self.residual
-            r.publish("step", self.ring, fields, urgent=b["wants_steps"])
+            r.publish("step", self.ring, fields, urgent=b["is_urgent"])
         self._call("finish_step")
 
     def _predict(self, logits: Buffer) -> None:

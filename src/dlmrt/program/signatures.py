@@ -97,10 +97,11 @@ LOOP_OPS = {
         " num_repeats:int32[]"
         " -> canvas answer is_open step num_repeats committed:bool[L] changed:bool[L] num_edits:int32[] is_done:int32[]"
     ),
-    # 7 settle: end_reason; is_continued = another step of this block follows. Attribute is_sticky.
+    # 7 settle: end_reason; is_continued = another step of this block follows; is_urgent = not, or the host wants every step
     "settle": (
-        "answer:int32[L] is_open:bool[L] is_done:int32[] eos:uint32[W] stop:uint32[W] max_tokens:int64[] num_settled:int32[]"
-        " num_answer:int64[] end_reason:int32[] -> num_settled num_answer end_reason is_continued:int32[]"
+        "answer:int32[L] is_open:bool[L] is_done:int32[] eos:uint32[W] stop:uint32[W] max_tokens:int64[]"
+        " wants_steps:int32[] num_settled:int32[] num_answer:int64[] end_reason:int32[]"
+        " -> num_settled num_answer end_reason is_continued:int32[] is_urgent:int32[]"
     ),
     # 8 renoise the open slots
     "renoise": (

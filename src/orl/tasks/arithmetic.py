@@ -17,10 +17,10 @@ class ChainSumDifficulty:
     """Size of a chain sum."""
 
     min_terms: int = 3  # fewest terms
-    max_terms: int = 4  # most terms
+    max_terms: int = 3  # most terms
     min_digits: int = 1  # fewest digits of a term
     max_digits: int = 2  # most digits of a term
-    our_max_total: int = 199  # largest running total; the smallest is 0
+    our_max_total: int = 99  # largest running total; the smallest is 0
 
 
 def write_chain_sum(entry: Entry, difficulty: ChainSumDifficulty) -> Written | None:
@@ -86,10 +86,10 @@ class LegCountingDifficulty:
     """Size of a leg count."""
 
     min_animals: int = 2  # fewest kinds of animal
-    max_animals: int = 4  # most kinds of animal
+    max_animals: int = 3  # most kinds of animal
     min_instances: int = 1  # fewest of a kind
-    max_instances: int = 6  # most of a kind
-    our_max_total: int = 150  # largest sum of legs
+    max_instances: int = 4  # most of a kind
+    our_max_total: int = 80  # largest sum of legs
 
 
 def write_leg_counting(entry: Entry, difficulty: LegCountingDifficulty) -> Written | None:

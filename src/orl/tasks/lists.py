@@ -15,8 +15,8 @@ from orl.tasks.gym import Entry, GymTask, Written
 class NumberSortingDifficulty:
     """Size of a list to sort."""
 
-    min_numbers: int = 4  # shortest list
-    max_numbers: int = 5  # longest list
+    min_numbers: int = 3  # shortest list
+    max_numbers: int = 4  # longest list
     min_decimals: int = 0  # decimal places
     max_decimals: int = 0  # decimal places
     min_value: float = 0.0  # smallest number
@@ -40,7 +40,7 @@ class NumberFilteringDifficulty:
     """Size of a list to filter."""
 
     min_numbers: int = 3  # shortest list
-    max_numbers: int = 5  # longest list
+    max_numbers: int = 4  # longest list
     min_decimals: int = 0  # decimal places
     max_decimals: int = 0  # decimal places
     min_value: float = 0.0  # smallest number

@@ -266,7 +266,7 @@ std::unique_ptr<Op> settle(const Fields& f) {
   return make([length = f.integer("length"), is_sticky = f.integer("is_sticky") != 0, answer = f.get<int32_t>("answer"), is_open = f.get<uint8_t>("is_open"),
                is_done = f.get<int32_t>("is_done"), eos = f.get<uint32_t>("eos"), stop = f.get<uint32_t>("stop"), max_tokens = f.get<int64_t>("max_tokens"),
                num_settled = f.get<int32_t>("num_settled"), num_answer = f.get<int64_t>("num_answer"), end_reason = f.get<int32_t>("end_reason"),
-               is_continued = f.get<int32_t>("is_continued")] {
+               is_continued = f.get<int32_t>("is_continued"), wants_steps = f.get<int32_t>("wants_steps"), is_urgent = f.get<int32_t>("is_urgent")] {
     int64_t end = length;
     if (!*is_done) end = is_sticky ? std::find(is_open, is_open + length, 1) - is_open : *num_settled;
     for (; *num_settled < end && *end_reason == kGoesOn; ++*num_settled) {
@@ -277,6 +277,7 @@ std::unique_ptr<Op> settle(const Fields& f) {
       else if (*num_answer >= *max_tokens) *end_reason = kMaxTokens;
     }
     *is_continued = !*is_done && *end_reason == kGoesOn;
+    *is_urgent = *wants_steps || !*is_continued;
   });
 }
 

@@ -218,7 +218,7 @@ class Rows:
         cells = self.cells.view(kind).reshape(groups, -1, 8, per_cell)
         plain = cells.transpose(0, 2, 1, 3).reshape(groups * 8, -1)[: self.rows]
         assert plain.shape[1] == -(-self.width // 16) * 16
-        pad = plain[:, self.width :]
+        pad = plain[np.isfinite(self.scales) if self.dtype == INT8 else slice(None), self.width :]
         assert (pad == (128 if self.dtype == INT8 else 0)).all(), "padding of an operand must be zero"
         plain = plain[:, : self.width]
         if self.dtype == INT8:

@@ -9,7 +9,7 @@
 namespace dlmrt::cpu {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 768;
+constexpr int64_t kPrefetchBytes = 256;  // how far ahead of each stream of weights
 template <class A, class B>
 constexpr bool kSame = false;
 template <class A>
@@ -40,9 +40,11 @@ __attribute__((always_inline)) inline void clear(typename D::Acc (&acc)[MR][NV])
 
 struct Tile {  // one row piece by NV panels of a LinearArgs
   int64_t row, panel;
-  float* out;       // out[0][0] of the tile
-  bool prefetch;
+  float* out;           // out[0][0] of the tile
+  const uint8_t* next;  // bytes that this tile fetches for the panels after it
 };
+// What a tile fetches: nothing; its own panels shortly before use; or 1, 2 lines of `next` per step.
+enum Fetch { kNothing = 0, kOneLine = 1, kTwoLines = 2, kOwnPanels };
 
 // y -> out for 16 columns of one row, of which `left` exist
 inline void emit(float* out, F32 y, int64_t left, bool accumulate) {
@@ -50,22 +52,31 @@ inline void emit(float* out, F32 y, int64_t left, bool accumulate) {
   store_upto16(out, y, left);
 }
 
-template <class D, int MR, int NV>
+template <class D, int MR, int NV, Fetch kFetch>
 __attribute__((noinline)) void dense_tile(const LinearArgs& t, const Tile& at) {
   const Weight& w = t.weight;
   const int64_t steps = steps_of(w.dtype, w.k), stride = steps * kStepBytes;
   const uint8_t* a = operand_row(t.input.cells, t.input.dtype, w.k, at.row);
-  const uint8_t* b = static_cast<const uint8_t*>(w.panels) + at.panel * stride;
+  const uint8_t *b = static_cast<const uint8_t*>(w.panels) + at.panel * stride, *next = at.next;
   typename D::Acc acc[MR][NV];
   clear<D>(acc);
-  if (at.prefetch) {
-    multiply<D>(a, steps, [=](int j, int64_t s) {
+  if constexpr (kFetch == kOwnPanels) {
+    // towards the end of the panels, the beginnings of the ones after them
+    const int64_t tail = steps * kStepBytes < kPrefetchBytes ? steps : kPrefetchBytes / kStepBytes, body = steps - tail;
+    multiply<D>(a, body, [=](int j, int64_t s) {
       const uint8_t* p = b + j * stride + s * kStepBytes;
       prefetch(p + kPrefetchBytes);
       return D::load_b(p);
     }, acc);
+    multiply<D>(a + body * (kRowGroup * kCellBytes), tail, [=](int j, int64_t s) {
+      prefetch(next + j * stride + s * kStepBytes);
+      return D::load_b(b + j * stride + (body + s) * kStepBytes);
+    }, acc);
   } else {
-    multiply<D>(a, steps, [=](int j, int64_t s) { return D::load_b(b + j * stride + s * kStepBytes); }, acc);
+    multiply<D>(a, steps, [=](int j, int64_t s) {
+      if (j < kFetch) prefetch(next + (s * kFetch + j) * kStepBytes);
+      return D::load_b(b + j * stride + s * kStepBytes);
+    }, acc);
   }
 #pragma GCC unroll 4
   for (int j = 0; j < NV; j++) {
@@ -85,15 +96,23 @@ __attribute__((noinline)) void dense_tile(const LinearArgs& t, const Tile& at) {
   }
 }
 
-// All rows by NV panels.
+// All rows by NV panels. With several row groups, each fetches its part of the panels after these: the first group would
+// otherwise wait for memory and the others leave it idle.
 template <class D, int NV>
 void dense_panels(const LinearArgs& t, int64_t panel, float* out) {
-  for (int64_t m = 0; m < t.rows; m += kRowGroup)
-    row_pieces(rows_in_group(t.rows, m), [&](auto rows, int r) {
+  const int64_t groups = ceil_div(t.rows, kRowGroup), stride = panel_bytes(t.weight.dtype, 0, t.weight.k);
+  const int64_t lines = groups == 2 ? 2 : 1;
+  const uint8_t* next = static_cast<const uint8_t*>(t.weight.panels) + (panel + NV) * stride;
+  for (int64_t g = 0; g < groups; g++)
+    row_pieces(rows_in_group(t.rows, g * kRowGroup), [&](auto rows, int r) {
       constexpr int MR = decltype(rows)::value;
-      const Tile at{m + r, panel, out + (m + r) * t.ld_out, m + r == 0};
       if constexpr (NV <= max_panels(MR)) {
-        dense_tile<D, MR, NV>(t, at);
+        const int64_t m = g * kRowGroup + r;
+        const Tile at{m, panel, out + m * t.ld_out, next + g * lines * stride};
+        if (r > 0 || g * lines >= NV) dense_tile<D, MR, NV, kNothing>(t, at);
+        else if (groups == 1) dense_tile<D, MR, NV, kOwnPanels>(t, at);
+        else if (groups == 2) dense_tile<D, MR, NV, kTwoLines>(t, at);
+        else dense_tile<D, MR, NV, kOneLine>(t, at);
       }
     });
 }

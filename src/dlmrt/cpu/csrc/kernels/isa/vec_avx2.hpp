@@ -159,7 +159,11 @@ struct DotI8 {
   static Acc zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static A load_a(const uint8_t* p) { return splat_cell(p); }
   static B load_b(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
-  static Acc dot(Acc acc, A a, B b) { return {_mm256_dpbusd_avx_epi32(acc.lo, a, b.lo), _mm256_dpbusd_avx_epi32(acc.hi, a, b.hi)}; }
+  static Acc dot(Acc acc, A a, B b) {  // see vec_avx512.hpp for why this is not the intrinsic
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.lo) : "x"(a), "x"(b.lo));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.hi) : "x"(a), "x"(b.hi));
+    return acc;
+  }
 };
 #else
 struct DotI8 {

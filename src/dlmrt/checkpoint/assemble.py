@@ -1,0 +1,182 @@
+"""From a file's tensors to the model's: renamed, stacked, split, each place filled exactly once.
+
+A family's `RENAMES` say where each tensor goes; here every place of every tensor of the model gets its source before a
+weight is read. Two files' tensors may claim one place (encoder and decoder of DiffusionGemma share weights, and some
+files store both): then they must hold the same bytes.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.checkpoint.formats import FLOATS, InputQuantizer, StoredWeight
+from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32, to_torch
+from dlmrt.errors import CheckpointError, nearest
+from dlmrt.models.layers import Place, Rename, places
+
+if TYPE_CHECKING:
+    import torch
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A stored weight, or a part of it, and its index along the first axis of the tensor that it fills."""
+
+    weight: StoredWeight
+    index: int | None
+    part: tuple[int, int] | None  # (i, n): the i-th of n equal runs along the last axis but one
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the values that go to the place."""
+        shape = self.weight.shape
+        if self.part is None:
+            return shape
+        rows = shape[-2] // self.part[1] if len(shape) > 1 and shape[-2] % self.part[1] == 0 else -1
+        return (*shape[:-2], rows, *shape[-1:])
+
+    def stored(self) -> StoredTensor:
+        """The values that go to the place: as they lie in the file, or dequantised to float32."""
+        weight = self.weight
+        if weight.format == "float" and self.part is None:
+            return weight.parts["weight"]
+        if weight.format == "float":
+            tensor = weight.parts["weight"]
+            return _in_memory(tensor.name, tensor.dtype, self._cut(tensor.raw()), tensor.path)
+        return _in_memory(weight.name, "float32", self._cut(weight.float32()), _path(weight))
+
+    def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        return values if self.part is None else np.split(values, self.part[1], axis=-2)[self.part[0]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelWeight:
+    """One tensor of the model and where its values lie. Example: 256 NVFP4 experts as ``[256, 512, 2048]``."""
+
+    name: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]  # one, or one for each index of the first axis in order
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether each piece is one index of the first axis."""
+        return self.pieces[0].index is not None
+
+    def stored(self) -> StoredTensor:
+        """All values as one tensor: as it lies in the file where it does, else made of its pieces in memory."""
+        first = self.pieces[0].stored()
+        if not self.is_stacked:
+            return first
+        dtypes = {piece.weight.parts["weight"].dtype if piece.weight.format == "float" else "float32" for piece in self.pieces}
+        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        values = np.empty(self.shape, dtype=first.raw().dtype if dtype == first.dtype else np.float32)
+        for index, piece in enumerate(self.pieces):
+            tensor = piece.stored()
+            values[index] = tensor.raw() if tensor.dtype == dtype else to_float32(tensor)
+        return _in_memory(self.name, dtype, values, first.path)
+
+    def to_torch(self, dtype: torch.dtype) -> torch.Tensor:
+        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory."""
+        import torch
+
+        if not self.is_stacked:
+            return to_torch(self.pieces[0].stored()).to(dtype)
+        values = torch.empty(self.shape, dtype=dtype)
+        for index, piece in enumerate(self.pieces):
+            values[index] = to_torch(piece.stored())
+        return values
+
+    def input_quantizers(self) -> list[InputQuantizer | None]:
+        """`StoredWeight.input_quantizer` of each piece."""
+        return [piece.weight.input_quantizer() for piece in self.pieces]
+
+
+def _in_memory(name: str, dtype: str, values: npt.NDArray[Any], path: Path) -> StoredTensor:
+    data = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    return StoredTensor(name=name, dtype=dtype, shape=values.shape, data=data, path=path)
+
+
+def assemble(
+    weights: Mapping[str, StoredWeight], shapes: Shapes, renames: Sequence[Rename], *, folder: Path, architecture: str
+) -> dict[str, ModelWeight]:
+    """Every tensor of `shapes` with its pieces.
+
+    Raises:
+        CheckpointError: a tensor is missing, left over, has another shape, or two tensors of one place differ.
+    """
+    found: dict[str, dict[int | None, Piece]] = {name: {} for name in shapes}
+    for name, weight in weights.items():
+        for place in places(name, renames):
+            if place.target not in shapes:
+                raise CheckpointError(
+                    f"{_path(weight)}: {name} is not a tensor of {architecture}{nearest(place.target, shapes)}; "
+                    "remove it or correct config.json"
+                )
+            _fill(found[place.target], Piece(weight=weight, index=place.index, part=place.part), place, shapes)
+    missing = [name for name, pieces in found.items() if not pieces]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of {len(shapes)} tensors, first {missing[0]}; "
+            "the download is incomplete or config.json is of another model"
+        )
+    return {name: _complete(name, shapes[name], pieces, folder) for name, pieces in found.items()}
+
+
+def _fill(pieces: dict[int | None, Piece], piece: Piece, place: Place, shapes: Shapes) -> None:
+    shape = shapes[place.target]
+    wanted = shape if place.index is None else shape[1:]
+    if piece.shape != wanted or (place.index is not None and place.index >= shape[0]):
+        # A part is named by what the whole must be.
+        whole = (*wanted[:-2], wanted[-2] * piece.part[1], wanted[-1]) if piece.part else wanted
+        raise CheckpointError(
+            f"{_path(piece.weight)}: {piece.weight.name} has shape {list(piece.weight.shape)}, config.json asks for "
+            f"{list(whole)}; config.json and weights are not of one model"
+        )
+    dtype = piece.weight.parts["weight"].dtype if piece.weight.format == "float" else "float32"
+    if dtype not in FLOATS:
+        raise CheckpointError(
+            f"{_path(piece.weight)}: {piece.weight.name} has dtype {dtype}, supported: {', '.join(FLOATS)}; convert the "
+            "checkpoint to one of them"
+        )
+    other = pieces.setdefault(place.index, piece)
+    if other is not piece and not is_same(other.weight, piece.weight):
+        raise CheckpointError(
+            f"{_path(piece.weight)}: {piece.weight.name} differs from {other.weight.name}, and the model has one tensor "
+            "for both; remove one of them"
+        )
+
+
+def _complete(name: str, shape: tuple[int, ...], pieces: Mapping[int | None, Piece], folder: Path) -> ModelWeight:
+    if None in pieces:
+        if len(pieces) > 1:
+            raise CheckpointError(f"{folder} holds {name} both as a whole and one by one; remove one of them")
+        return ModelWeight(name=name, shape=shape, pieces=(pieces[None],))
+    missing = [index for index in range(shape[0]) if index not in pieces]
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the {shape[0]} parts of {name}, first {missing[0]}; the download is "
+            "incomplete or config.json is of another model"
+        )
+    return ModelWeight(name=name, shape=shape, pieces=tuple(pieces[index] for index in range(shape[0])))
+
+
+def is_same(one: StoredWeight, other: StoredWeight) -> bool:
+    """Whether both hold the same bytes."""
+    return one.format == other.format and all(
+        part in other.parts and tensor.dtype == other.parts[part].dtype and tensor.data == other.parts[part].data
+        for part, tensor in one.parts.items()
+    )
+
+
+def _path(weight: StoredWeight) -> Path:
+    return next(iter(weight.parts.values())).path
