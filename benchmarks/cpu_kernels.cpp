@@ -182,7 +182,7 @@ struct Bench {
     const HeadPartials partials{stride, x.get(), s.get(), w.get(), id.get(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
     const Weight weight{DType::kInt8, 0, vocab, k, layer.panels.get(), layer.scale.get(), layer.sum.get()};
     const HeadArgs args{weight, {DType::kInt8, 0, k, layer.cells.get(), layer.scales.get()}, m, 0.f, nullptr, nullptr, nullptr, partials, nullptr, 0};
-    const HeadMergeArgs merge{partials, m, vocab, ids.get(), f.get(), f.get() + m, f.get() + 2 * m, nullptr, nullptr, nullptr, nullptr};
+    const HeadMergeArgs merge{partials, m, vocab, ids.get(), f.get(), f.get() + m, f.get() + 2 * m, nullptr, nullptr, nullptr, nullptr, f.get() + 3 * m};
     Buffer<uint8_t> scratch(head_scratch_bytes(args));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.cli.environment import environment_report
-from dlmrt.cli.options import canonical_settings
+from dlmrt.decode.aliases import canonical_settings
 from dlmrt.decode.engine import Engine
 from dlmrt.errors import UsageError
 from dlmrt.types import DecodeConfig, GenerateResult, Message

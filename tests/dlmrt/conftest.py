@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig, RopeConfig
 
 DATA = Path(__file__).parents[1] / "data"
+# Larger reference checkpoints that the repository does not carry; tests that need them are skipped without.
+ORACLES = Path(__file__).parents[3] / "shared" / "oracles"
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +28,26 @@ def _one_thread() -> None:
 def data() -> Path:
     """Folder of reference checkpoints."""
     return DATA
+
+
+@pytest.fixture(scope="session")
+def oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Folder of a reference checkpoint by name; `changes` go to its config.json, in a folder of links."""
+
+    def find(name: str, **changes: Any) -> Path:
+        folder = next((root / name for root in (DATA, ORACLES) if (root / name).exists()), None)
+        if folder is None:
+            pytest.skip(f"the reference checkpoint {name} is not here")
+        if not changes:
+            return folder
+        copy = tmp_path_factory.mktemp(name)
+        for path in folder.iterdir():
+            if path.name != "config.json":
+                (copy / path.name).symlink_to(path)
+        (copy / "config.json").write_text(json.dumps({**json.loads((folder / "config.json").read_text()), **changes}))
+        return copy
+
+    return find
 
 
 @pytest.fixture(scope="session")

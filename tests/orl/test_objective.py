@@ -267,7 +267,6 @@ def test_canvas_rows_equal_what_the_decoder_computes(
             worst = max(worst, float(np.abs(logits[at] - expected).max()))
             num_canvases += 1
     assert num_canvases > 8
-    print("\nDIFF logits", worst)
     assert worst <= TOLERANCE, worst
 
 

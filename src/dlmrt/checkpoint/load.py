@@ -23,6 +23,7 @@ from dlmrt.checkpoint.tensorfile import StoredTensor, read_tensors, to_float32, 
 from dlmrt.errors import CheckpointError, UsageError, nearest
 from dlmrt.models.config import ModelConfig, check_config, load_config, read_json
 from dlmrt.models.families import family_of
+from dlmrt.models.typed import section_of
 
 if TYPE_CHECKING:
     import torch
@@ -130,15 +131,24 @@ def _check_tokenizer(folder: Path, config: ModelConfig) -> None:
     path = folder / "tokenizer.json"
     if not path.exists():
         return
-    raw = read_json(path)
-    vocabulary = (raw.get("model") or {}).get("vocab") or {}
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-    ids += [token.get("id", 0) for token in raw.get("added_tokens") or []]
+    ids = _tokenizer_ids(read_json(path), str(path))
     if ids and max(ids) >= config.vocab_size:
         raise CheckpointError(
             f"{path} knows the id {max(ids)}, the embedding table has {config.vocab_size} rows (vocabulary mismatch); "
             "tokenizer and weights are not of one model"
         )
+
+
+def _tokenizer_ids(raw: Mapping[str, Any], source: str) -> list[int]:
+    """All ids of a tokenizer.json: of its vocabulary, a list or a mapping, and of its added tokens."""
+    vocabulary = section_of(raw, "model", source).get("vocab") or {}
+    added = raw.get("added_tokens") or []
+    if isinstance(vocabulary, dict | list) and isinstance(added, list):
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+        if all(type(token) is int and token >= 0 for token in ids):
+            return ids
+    raise CheckpointError(f"{source} holds tokens without an id; download the file again")
 
 
 def _read_folder(folder: Path) -> dict[str, StoredTensor]:

@@ -26,6 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.errors import CheckpointError
+from dlmrt.models.config import without_duplicates
 
 if TYPE_CHECKING:
     import torch
@@ -113,6 +114,8 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
         CheckpointError: the file is absent, cut short, or its header is not consistent with its size.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for ever
+            raise _damaged(path, "it is not a file")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:
@@ -120,6 +123,8 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); download the checkpoint again") from error
+    except UnicodeError as error:  # an index can name what no file system can
+        raise _damaged(path, "its name is not valid text") from error
     (header_length,) = struct.unpack("<Q", data[:8])
     if header_length > min(size - 8, _MAX_HEADER_BYTES):
         raise _damaged(path, f"its header claims {header_length} bytes and the file has {size}")
@@ -135,14 +140,8 @@ def _damaged(path: Path, what: str) -> CheckpointError:
 
 
 def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
-    def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        if len(result) != len(pairs):
-            raise ValueError("a name occurs twice")
-        return result
-
     try:
-        header = json.loads(text.decode("utf-8"), object_pairs_hook=no_duplicates)
+        header = json.loads(text.decode("utf-8"), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         raise _damaged(path, f"its header is not valid JSON ({error})") from error
     if not isinstance(header, dict):
@@ -154,7 +153,7 @@ def _parse_header(path: Path, text: bytes) -> dict[str, Any]:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _parse_entry(path: Path, name: str, entry: Any, body: memoryview) -> StoredTensor:
@@ -172,7 +171,8 @@ def _parse_entry(path: Path, name: str, entry: Any, body: memoryview) -> StoredT
     if not begin <= end <= len(body):
         raise _damaged(path, f"{name!r} lies at {begin}..{end} of {len(body)} data bytes")
     if end - begin != num_bytes:
-        raise _damaged(path, f"{name!r} needs {num_bytes} bytes for {dtype} {shape} and has {end - begin}")
+        needed = f"{num_bytes} bytes" if num_bytes < 1 << 63 else "more bytes than there can be"
+        raise _damaged(path, f"{name!r} needs {needed} for {dtype} {shape[:8]} and has {end - begin}")
     return StoredTensor(name=name, dtype=DTYPES[dtype][0], shape=tuple(shape), data=body[begin:end], path=path)
 
 

@@ -21,9 +21,10 @@ import numpy.typing as npt
 
 from dlmrt.checkpoint.load import Checkpoint, StoredTensor, to_float32
 from dlmrt.cpu.programs import NativeProgram, Params, ProgramStore
-from dlmrt.errors import UnknownOptionError, UsageError, nearest
+from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Bool, Float32, Int32
@@ -53,9 +54,8 @@ class CpuDenoiser:
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None, isa: str = ""
     ) -> None:
-        assert config.diffusion is not None
         self.config = config
-        self.diffusion: DiffusionConfig = config.diffusion
+        self.diffusion = _diffusion(config)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.has_residual = qwen3.has_residual(config)
@@ -257,10 +257,24 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
         wanted = "bfloat16" if dtype == "auto" else wanted
     if wanted not in FORMATS:
         raise UnknownOptionError(f"dtype {wanted!r} is not a type of the cpu executor{nearest(wanted, (*FORMATS, 'auto'))}")
+    _diffusion(checkpoint.config)
     return CpuDenoiser(
-        {name: _raw(tensor) for name, tensor in checkpoint.tensors(qwen3.tensor_shapes(checkpoint.config))},
+        {name: _raw(tensor) for name, tensor in checkpoint.tensors()},
         checkpoint.config, dtype=wanted, num_threads=num_threads, isa=os.environ.get("DLMRT_CPU_ISA", ""),
     )  # fmt: skip
+
+
+def _diffusion(config: ModelConfig) -> DiffusionConfig:
+    if family_of(config) is not qwen3:
+        raise UnsupportedModelError(
+            f"the cpu executor has no kernels for {config.architecture} yet; use executor 'eager'"
+        )
+    if config.diffusion is None:
+        raise UsageError(
+            f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
+            "section to config.json"
+        )
+    return config.diffusion
 
 
 def _raw(tensor: StoredTensor) -> npt.NDArray[np.generic]:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlmrt.models.config import ModelConfig
+from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
@@ -91,6 +92,7 @@ class _Lowering:
             if isinstance(node, Kernel):
                 for role, buffer in node.inputs.items():
                     self._uses.setdefault(buffer, []).append((node, role))
+        self._rotary_dim = 2 * len(rope_inv_freq(config.rope, config.head_dim)[0])
         self._rope = tuple(self._table(f"rope.{name}", program) for name in ("cos", "sin"))
         self._heads: dict[Buffer, tuple[_Cells, Buffer]] = {}  # logits not yet computed -> operand and weight
         self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> node qkv and rows [T, (N + 2G) H]
@@ -190,7 +192,7 @@ class _Lowering:
             "qk_norm_rope_store", rows,
             {"qkv": projected, "q_norm": qkv.inputs["q_norm"], "k_norm": qkv.inputs["k_norm"], "cos": cos, "sin": sin,
              "positions": node.inputs["positions"], "cache": cache},
-            {"q": cells, "cache": cache}, eps=qkv.attributes["eps"], **self._cache_attributes(cache),
+            {"q": cells, "cache": cache}, eps=qkv.attributes["eps"], rotary_dim=self._rotary_dim, **self._cache_attributes(cache),
         )  # fmt: skip
 
     def _lower_attention(self, node: Kernel) -> None:
@@ -243,7 +245,7 @@ class _Lowering:
 
         partials = {name: tile("float32") for name in ("tile_max", "tile_sum", "tile_weighted")} | {"tile_argmax": tile("int32")}
         merged = {"max_logit": self._scratch("float32", (rows,))}
-        merged |= {name: o[name] for name in ("argmax", "log_sum_exp", "entropy")}
+        merged |= {name: o[name] for name in ("argmax", "log_sum_exp", "entropy", "argmax_confidence")}
         keys: dict[str, Buffer] = {}
         sampled: dict[str, Buffer] = {}
         if not is_greedy:
@@ -266,9 +268,9 @@ class _Lowering:
             filters = {name: i[name] for name in ("is_drawn", "top_k", "top_p", "min_p")}
             inputs = {"logits": self._logits[logits], "max_logit": merged["max_logit"]} | filters | draw
             self._emit("filtered_draw", rows, inputs, sampled, vocab=vocab)
-        inputs = {name: merged[name] for name in ("argmax", "max_logit", "log_sum_exp")} | sampled
+        inputs = {name: merged[name] for name in ("argmax", "max_logit", "log_sum_exp", "argmax_confidence")} | sampled
         inputs |= {} if is_greedy else {"is_drawn": i["is_drawn"]}
-        names = ("token", "argmax_confidence", "confidence", "is_finite_row", "is_finite")
+        names = ("token", "confidence", "is_finite_row", "is_finite")
         self._emit("finish_predict", rows, inputs, {name: o[name] for name in names})
 
     def _lower_probabilities(self, node: Kernel) -> None:
@@ -289,6 +291,7 @@ class _Lowering:
         self._nodes.append(Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind} | sizes))
 
     def _lower_other(self, node: Kernel) -> None:
+        """An operation of the loop; of the model's, those that no supported family uses have no kernel."""
         assert node.op in LOOP_OPS, f"no lowering of {node.op}"
         operands, buffers = (*signature(node.op)[0], *signature(node.op)[1]), dict(node.inputs) | dict(node.outputs)
         attributes: dict[str, Value] = {name: value for name, value in node.attributes.items() if not isinstance(value, str)}
@@ -395,7 +398,7 @@ class _Lowering:
         """Rotary table [C, H / 2] of the program's context."""
         shapes = [b.shape for b in program.buffers() if b.name.startswith(CONTEXT)]
         capacity = maximum(shapes[0][0]) if shapes else 0
-        return Buffer(name=name, kind="weight", dtype="float32", shape=(capacity, self.config.head_dim // 2))
+        return Buffer(name=name, kind="weight", dtype="float32", shape=(capacity, self._rotary_dim // 2))
 
     def _cache_attributes(self, cache: Buffer) -> dict[str, Value]:
         return {

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,7 +35,7 @@ from dlmrt.decode.loop import (
 from dlmrt.decode.rules import BlockState
 from dlmrt.decode.sampling import Prediction, non_finite_error
 from dlmrt.decode.settings import ResolvedDecode
-from dlmrt.program.loop import END_REASONS, LoopOptions
+from dlmrt.program.loop import END_REASONS, RULE_SCALARS, LoopOptions
 from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, StepState
 
 POLL_SECONDS = 0.05  # how late a cancel flag set by another thread may reach a loop whose records are far apart
@@ -76,9 +76,10 @@ def run_loop(
         wants_steps: events are wanted step by step as they happen; otherwise a native loop wakes the reader by the block.
         keeps_residual: states carry the residual they consumed.
     """
-    if not isinstance(denoiser, LoopExecutor) or request.with_probs:  # whole distributions never leave a native loop
+    is_native = isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS
+    if not is_native or request.with_probs:  # whole distributions never leave a native loop
         return decode(denoiser, request)
-    return _follow(denoiser, request, wants_steps=wants_steps, keeps_residual=keeps_residual)
+    return _follow(cast(LoopExecutor, denoiser), request, wants_steps=wants_steps, keeps_residual=keeps_residual)
 
 
 def _follow(

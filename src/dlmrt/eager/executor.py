@@ -193,6 +193,20 @@ def canvas_visible(diffusion: DiffusionConfig, start: int, length: int, *, windo
     return (torch.arange(start + length) > start - window).expand(length, -1)
 
 
+def quantize_inputs(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> dict[str, Tensor | eager.QuantizedInput]:
+    """`params` of `checkpoint` with the inputs of quantised weights rounded as their formats say: W4A4, W8A8.
+
+    The arithmetic of kernels that multiply quantised numbers, for comparison with them; slow.
+    """
+    rounded: dict[str, Tensor | eager.QuantizedInput] = dict(params)
+    for name, weight in checkpoint.weights().items():
+        quantizers = [quantizer for quantizer in weight.input_quantizers() if quantizer is not None]
+        if quantizers:
+            assert len(quantizers) == len(weight.pieces), name
+            rounded[name] = eager.QuantizedInput(params[name], quantizers)
+    return rounded
+
+
 def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> EagerDenoiser:
     """Load the weights of `checkpoint` in `dtype`; `num_threads` sets torch's CPU threads for the whole process."""
     if num_threads is not None:

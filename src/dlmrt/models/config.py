@@ -15,9 +15,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args, get_type_hints
 
-from dlmrt.errors import CheckpointError, UnsupportedModelError, nearest
+from dlmrt.errors import CheckpointError, UnsupportedModelError
+from dlmrt.models.typed import build, check_types, checked, section_of, shown
 from dlmrt.models.upstream import READERS, need
 
 Noise = Literal["mask", "uniform"]
@@ -162,6 +163,22 @@ class ModelConfig:
         return 2 * 2 * sum(layer.num_kv_heads * layer.head_dim for layer in layers)
 
 
+DTYPES = ("float32", "bfloat16", "float16")  # that a checkpoint may declare
+_MOST_LAYERS = 10_000  # the config is walked layer by layer before the weights are looked at
+# Keys that each kind of rope reads; a key of another kind, or one that nobody reads, would be ignored.
+_ROPE_KEYS: dict[str, set[str]] = {
+    "default": {"partial_rotary_factor"},
+    "proportional": {"partial_rotary_factor"},
+    "linear": {"partial_rotary_factor", "factor"},
+    "llama3": {
+        "partial_rotary_factor", "factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor",
+    },
+    "yarn": {
+        "partial_rotary_factor", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+        "attention_factor",
+    },
+}  # fmt: skip
+
 # Recognised so that the refusal can say more than "unknown".
 _NOT_YET = ("LLaDAModelLM", "DreamModel", "NemotronLabsDiffusionModel", "SDARMoeForCausalLM")
 
@@ -183,17 +200,30 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in the JSON file `path` of a checkpoint.
 
     Raises:
-        CheckpointError: the file cannot be read, is not JSON, or holds something else.
+        CheckpointError: the file cannot be read, is not JSON, names a key twice, or holds something else.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        if path.exists() and not path.is_file():  # reading a pipe would wait for ever
+            raise CheckpointError(f"{path} is not a file; download the checkpoint again")
+        value = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=without_duplicates)
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); download the checkpoint again") from error
     except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
         raise CheckpointError(f"{path} is not valid JSON ({error}); download the file again") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds {type(value).__name__}, not an object; download the file again")
     return value
+
+
+def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Hook for `json.loads`: one of two equal keys would be dropped without a word."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice")
+    return result
 
 
 def parse_config(raw: Mapping[str, Any], *, source: str = "config.json") -> ModelConfig:
@@ -226,35 +256,51 @@ def _parse(raw: Mapping[str, Any], source: str) -> ModelConfig:
     return _build(canonical, builtin, source)
 
 
+# Field of ModelConfig -> key of config.json, where it has one of its own.
+_FILE_KEYS = {
+    "num_layers": "num_hidden_layers", "num_heads": "num_attention_heads", "num_kv_heads": "num_key_value_heads",
+    "eos_token_ids": "eos_token_id",
+}  # fmt: skip
+_NEEDED = (
+    "hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size", "max_position_embeddings",
+    "rms_norm_eps",
+)  # fmt: skip
+_OPTIONAL = ("num_kv_heads", "head_dim", "tie_word_embeddings", "pad_token_id", "bos_token_id", "logit_softcap")
+
+
 def _build(raw: Mapping[str, Any], builtin: Mapping[str, Any] | None, source: str) -> ModelConfig:
     """ModelConfig of canonical keys (see `dlmrt.models.upstream`)."""
-    hidden_size, num_heads = int(need(raw, "hidden_size", source)), int(need(raw, "num_attention_heads", source))
-    eos = raw.get("eos_token_id")
-    sliding = raw.get("sliding")
+    hints = get_type_hints(ModelConfig)
+    keys = {name: _FILE_KEYS.get(name, name) for name in (*_NEEDED, *_OPTIONAL)}
+    for name in _NEEDED:
+        need(raw, keys[name], source)
+    values = {
+        name: checked(hints[name], raw[key], f"{source}: {key}")
+        for name, key in keys.items()
+        if raw.get(key) is not None
+    }
+    eos, sliding, moe = raw.get("eos_token_id"), raw.get("sliding"), raw.get("moe")
+    eos_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
     if sliding is not None:
         full_rope = _parse_rope({"rope_parameters": sliding["full_rope"]}, source)
-        sliding = SlidingConfig(**{**sliding, "full_rope": full_rope})
+        sliding = build(SlidingConfig, {**sliding, "full_rope": full_rope}, source, section="sliding")
+    dtype = raw.get("torch_dtype") if raw.get("dtype") is None else raw["dtype"]
+    defaults = {
+        "num_kv_heads": values["num_heads"],
+        "head_dim": values["hidden_size"] // max(values["num_heads"], 1),
+        "tie_word_embeddings": False,
+        "pad_token_id": None,
+        "bos_token_id": None,
+    }
     config = ModelConfig(
         architecture=str(raw["architectures"][0]),
-        hidden_size=hidden_size,
-        intermediate_size=int(need(raw, "intermediate_size", source)),
-        num_layers=int(need(raw, "num_hidden_layers", source)),
-        num_heads=num_heads,
-        num_kv_heads=int(raw.get("num_key_value_heads") or num_heads),
-        head_dim=int(raw.get("head_dim") or hidden_size // num_heads),
-        vocab_size=int(need(raw, "vocab_size", source)),
-        max_position_embeddings=int(need(raw, "max_position_embeddings", source)),
-        rms_norm_eps=float(need(raw, "rms_norm_eps", source)),
         rope=_parse_rope(raw, source),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        eos_token_ids=tuple(int(token) for token in (eos if isinstance(eos, list) else [] if eos is None else [eos])),
-        pad_token_id=raw.get("pad_token_id"),
-        bos_token_id=raw.get("bos_token_id"),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        eos_token_ids=checked(hints["eos_token_ids"], eos_ids, f"{source}: eos_token_id"),
+        dtype=checked(hints["dtype"], "float32" if dtype is None else dtype, f"{source}: dtype"),
         diffusion=_parse_diffusion(raw, builtin, source),
-        moe=None if raw.get("moe") is None else MoeConfig(**raw["moe"]),
+        moe=None if moe is None else build(MoeConfig, moe, source, section="moe"),
         sliding=sliding,
-        logit_softcap=None if raw.get("logit_softcap") is None else float(raw["logit_softcap"]),
+        **(defaults | values),
     )
     check_config(config, source)
     return config
@@ -262,81 +308,66 @@ def _build(raw: Mapping[str, Any], builtin: Mapping[str, Any] | None, source: st
 
 def _parse_rope(raw: Mapping[str, Any], source: str) -> RopeConfig:
     """Rope from `rope_theta` + `rope_scaling`, or from transformers 5's `rope_parameters`, which wins."""
-    section = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    kind = section.get("rope_type") or section.get("type") or "default"
+    section = {**section_of(raw, "rope_scaling", source), **section_of(raw, "rope_parameters", source)}
+    kind = section.pop("rope_type", None) or section.pop("type", None) or "default"
+    section.pop("type", None)
     if kind not in get_args(RopeKind):
         supported = ", ".join(get_args(RopeKind))
-        raise UnsupportedModelError(f"{source}: rope_type {kind!r} is not implemented; supported: {supported}")
-    names = {f.name for f in dataclasses.fields(RopeConfig)} - {"theta", "kind"}
-    known = {key: value for key, value in section.items() if key in names and value is not None}
-    ignored = set(section) - names - {"rope_type", "type", "rope_theta"}
-    if ignored and kind != "default":
+        raise UnsupportedModelError(f"{source}: rope_type {shown(kind)} is not implemented; supported: {supported}")
+    theta = section.pop("rope_theta", None)
+    given = {key: value for key, value in section.items() if value is not None}
+    ignored = set(section) - _ROPE_KEYS[kind]
+    if ignored:
         name = min(ignored)
         raise UnsupportedModelError(f"{source}: rope key {name!r} is not implemented for rope_type {kind!r}")
-    if kind not in ("default", "proportional") and "factor" not in known:
+    if kind not in ("default", "proportional") and "factor" not in given:
         raise CheckpointError(f"{source}: rope_type {kind!r} needs 'factor'")
     if kind in ("llama3", "yarn"):
-        known.setdefault("original_max_position_embeddings", raw.get("max_position_embeddings") or 0)
-    theta = float(section.get("rope_theta") or raw.get("rope_theta") or 10_000.0)
-    return RopeConfig(theta=theta, kind=cast(RopeKind, kind), **known)
+        given.setdefault("original_max_position_embeddings", need(raw, "max_position_embeddings", source))
+    theta = need(raw, "rope_theta", source) if theta is None else theta
+    return build(RopeConfig, {**given, "theta": theta, "kind": kind}, source, section="rope")
 
 
 def _parse_diffusion(raw: Mapping[str, Any], builtin: Mapping[str, Any] | None, source: str) -> DiffusionConfig | None:
-    section = raw.get("diffusion")
-    upstream = {
-        "canvas_length": raw.get("canvas_length") or raw.get("block_size"),
-        "mask_token_id": raw.get("mask_token_id"),
-    }
-    if section is None and builtin is None:
+    if raw.get("diffusion") is None and builtin is None:
         return None
-    merged = {**(builtin or {}), **{k: v for k, v in upstream.items() if v is not None}, **(section or {})}
-    residual = {**((builtin or {}).get("residual") or {}), **(merged.pop("residual", None) or {})}
-    for name, cls, given in (("diffusion", DiffusionConfig, merged), ("diffusion.residual", ResidualConfig, residual)):
-        names = [f.name for f in dataclasses.fields(cls)]
-        for key in given:
-            if key not in names:
-                raise CheckpointError(f"{source}: unknown key {key!r} in {name!r}{nearest(key, names)}")
+    builtin, section = builtin or {}, section_of(raw, "diffusion", source)
+    block = raw.get("block_size") if raw.get("canvas_length") is None else raw["canvas_length"]
+    upstream = {"canvas_length": block, "mask_token_id": raw.get("mask_token_id")}
+    merged = {**builtin, **{k: v for k, v in upstream.items() if v is not None}, **section}
+    residual = {**section_of(builtin, "residual", source), **section_of(section, "residual", f"{source}: diffusion")}
     for key in ("canvas_length", "noise"):
         if merged.get(key) is None:
             raise CheckpointError(f"{source}: 'diffusion' has no {key!r}; add it, it is never guessed")
-    return DiffusionConfig(**merged, residual=ResidualConfig(**residual))
+    merged["residual"] = build(ResidualConfig, residual, source, section="diffusion.residual")
+    return build(DiffusionConfig, merged, source, section="diffusion")
 
 
 def check_config(config: ModelConfig, source: str) -> None:
     """Refuse values that contradict each other."""
+    check_types(config, source)
     sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) <= 0:
             raise CheckpointError(f"{source}: {name} is {getattr(config, name)}; it must be positive")
-    if not (config.rms_norm_eps >= 0 and config.rope.theta > 0 and config.rope.factor > 0):
-        raise CheckpointError(f"{source}: rms_norm_eps, rope_theta and the rope factor must be positive numbers")
+    if config.num_layers > _MOST_LAYERS:
+        raise CheckpointError(f"{source}: num_layers is {config.num_layers}; at most {_MOST_LAYERS} are supported")
+    if config.dtype not in DTYPES:
+        known = ", ".join(DTYPES)
+        raise UnsupportedModelError(f"{source}: dtype {config.dtype!r} is not implemented; supported: {known}")
+    if not 0 <= config.rms_norm_eps < 1:
+        raise CheckpointError(f"{source}: rms_norm_eps is {config.rms_norm_eps}; it must be within [0, 1)")
+    _check_ids(config, source)
     for layer in {config.attention(layer_idx) for layer_idx in range(config.num_layers)}:
+        _check_rope(layer.rope, source)
         _check_attention(config, layer, source)
     if config.moe is not None:
         _check_moe(config.moe, source)
     diffusion = config.diffusion
     if diffusion is None:
         return
-    counts = {
-        "canvas_length": diffusion.canvas_length,
-        "logit_shift": diffusion.logit_shift,
-        "mask_token_id": 0 if diffusion.mask_token_id is None else diffusion.mask_token_id,
-        "residual.intermediate_size": diffusion.residual.intermediate_size,
-    }
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise CheckpointError(f"{source}: {name} is {value!r}; it must be a whole number")
-    kinds = {
-        "noise": Noise,
-        "in_block_attention": InBlockAttention,
-        "context_attention": ContextAttention,
-        "block_anchor": BlockAnchor,
-    }
-    for name, kind in kinds.items():
-        if getattr(diffusion, name) not in get_args(kind):
-            raise CheckpointError(f"{source}: {name}={getattr(diffusion, name)!r}; known: {', '.join(get_args(kind))}")
-    if diffusion.residual.kind not in get_args(ResidualKind) or diffusion.residual.where not in get_args(ResidualWhere):
-        raise CheckpointError(f"{source}: unknown residual kind or place {diffusion.residual}")
+    if diffusion.residual.kind == "none" and diffusion.residual.intermediate_size:
+        raise CheckpointError(f"{source}: residual.intermediate_size has no effect with residual.kind 'none'; set 0")
     if diffusion.residual.kind != "none" and diffusion.residual.intermediate_size <= 0:
         raise CheckpointError(
             f"{source}: residual.kind {diffusion.residual.kind!r} needs a positive residual.intermediate_size"
@@ -368,6 +399,35 @@ def check_config(config: ModelConfig, source: str) -> None:
                 )
     elif mask is not None:
         raise CheckpointError(f"{source}: noise 'uniform' has no mask token; remove 'mask_token_id'")
+
+
+def _check_ids(config: ModelConfig, source: str) -> None:
+    """Special ids are rows of the table: any other id could neither be predicted nor end an answer."""
+    ids = {"eos_token_id": config.eos_token_ids, "pad_token_id": (config.pad_token_id,),
+           "bos_token_id": (config.bos_token_id,)}  # fmt: skip
+    for name, given in ids.items():
+        for token in given:
+            if token is not None and not 0 <= token < config.vocab_size:
+                raise CheckpointError(
+                    f"{source}: {name} {token} is outside the table of {config.vocab_size} rows; correct or remove it"
+                )
+
+
+def _check_rope(rope: RopeConfig, source: str) -> None:
+    positive = {"rope_theta": rope.theta, "factor": rope.factor}
+    if rope.kind in ("llama3", "yarn"):
+        positive["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.kind == "yarn" and rope.attention_factor is not None:
+        positive["attention_factor"] = rope.attention_factor
+    for name, value in positive.items():
+        if value <= 0:
+            raise CheckpointError(f"{source}: rope: {name} is {value}; it must be positive")
+    low, high = (rope.low_freq_factor, rope.high_freq_factor) if rope.kind == "llama3" else (1.0, 2.0)
+    names = "low_freq_factor, high_freq_factor"
+    if rope.kind == "yarn":
+        low, high, names = rope.beta_slow, rope.beta_fast, "beta_slow, beta_fast"
+    if not 0 < low < high:
+        raise CheckpointError(f"{source}: rope: {names} are {low}, {high}; they must be positive and rise")
 
 
 def _check_attention(config: ModelConfig, layer: LayerAttention, source: str) -> None:

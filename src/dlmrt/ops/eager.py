@@ -16,6 +16,8 @@ import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -50,9 +52,31 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, is_product_fp32: b
     return (normed * weight.float()).to(x.dtype) if is_product_fp32 else weight * normed.to(x.dtype)
 
 
-def linear(x: Tensor, weight: Tensor) -> Tensor:
+class QuantizedInput:
+    """A weight whose products round their input first, as formats with quantised activations do (W4A4, W8A8).
+
+    It stands for the weight in `linear`, `gated_mlp` and `moe`; inference only.
+
+    Args:
+        weight: dequantised, [O, I], or stacked [E, O, I].
+        quantizers: what rounds the input (see dlmrt.ops.formats): one, or one an expert.
+    """
+
+    def __init__(self, weight: Tensor, quantizers: Sequence[Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]]):
+        self.weight, self.quantizers = weight, quantizers
+
+    def __getitem__(self, expert: int) -> QuantizedInput:
+        return QuantizedInput(self.weight[expert], [self.quantizers[expert]])
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """The rounded x times the weight."""
+        (quantize,) = self.quantizers
+        return F.linear(torch.from_numpy(quantize(x.float().numpy())).to(x.dtype), self.weight)
+
+
+def linear(x: Tensor, weight: Tensor | QuantizedInput) -> Tensor:
     """See `Ops.linear`."""
-    return F.linear(x, weight)
+    return weight.multiply(x) if isinstance(weight, QuantizedInput) else F.linear(x, weight)
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu") -> Tensor:

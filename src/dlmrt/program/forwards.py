@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.program.nodes import Buffer, Program, Rows
 from dlmrt.program.record import CacheAttention, Recorder
 
@@ -43,15 +43,16 @@ class ModelParts:
         assert config.diffusion is not None
         self.recorder, self.config = recorder, config
         self.diffusion: DiffusionConfig = config.diffusion
+        self.family = family_of(config)
         self.params = {
-            name: recorder.weight(name, _format(name, shape, formats), shape)
-            for name, shape in qwen3.tensor_shapes(config).items()
+            name: recorder.weight(name, self._format(name, shape, formats), shape)
+            for name, shape in self.family.tensor_shapes(config).items()
         }
         self._head_params = self.params
         if config.tie_word_embeddings and formats.matrix != formats.table:
             # One tensor in two formats: a table for lookups, a matrix for the head.
-            head = recorder.weight(qwen3.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
-            self._head_params = self.params | {qwen3.EMBEDDING: head}
+            head = recorder.weight(self.family.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
+            self._head_params = self.params | {self.family.EMBEDDING: head}
         shape = (capacity, 2, config.num_kv_heads, config.head_dim)
         self.caches = tuple(recorder.state(f"{CONTEXT}cache.{i}", formats.cache, shape) for i in range(config.num_layers))
         self._hidden: Buffer | None = None
@@ -60,7 +61,7 @@ class ModelParts:
 
     def extend(self, ids: Buffer, positions: Buffer, visible: Buffer) -> None:
         """Append final ids [T] to the context."""
-        hidden = self._forward(ids, positions, visible, z=None, where=None)
+        hidden = self._forward(ids, positions, visible, z=None, where=None, is_context=True)
         if self._hidden is not None:
             self.recorder.call("hidden_store", {"hidden": hidden, "positions": positions, "cache": self._hidden})
 
@@ -68,21 +69,30 @@ class ModelParts:
         self, ids: Buffer, positions: Buffer, visible: Buffer, context: Buffer, *, z: Buffer | None, where: Buffer | None
     ) -> Buffer:
         """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
-        hidden = self._forward(ids, positions, visible, z=z, where=where)
+        hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
         if self._hidden is not None:
             hidden = self.recorder.call("shift", {"hidden": hidden, "cache": self._hidden, "context": context})["y"]
-        return qwen3.head(self.recorder, self._head_params, self.config, hidden)
+        return self.family.head(self.recorder, self._head_params, self.config, hidden)
 
     def soft_embedding(self, probs: Buffer, residual: Buffer) -> None:
         """Write the residual of probs [T, V]."""
-        z = qwen3.soft_embedding(self.recorder, self.params, self.config, probs)
+        z = self.family.soft_embedding(self.recorder, self.params, self.config, probs)
         self.recorder.call("output", {"x": z}, outputs={"y": residual})
 
     def _forward(
-        self, ids: Buffer, positions: Buffer, visible: Buffer, *, z: Buffer | None, where: Buffer | None
-    ) -> Buffer:
+        self, ids: Buffer, positions: Buffer, visible: Buffer, *, z: Buffer | None, where: Buffer | None,
+        is_context: bool,
+    ) -> Buffer:  # fmt: skip
         attend = CacheAttention(recorder=self.recorder, caches=self.caches, positions=positions, visible=visible)
-        return qwen3.forward(self.recorder, self.params, self.config, ids, positions, attend, z=z, where=where)
+        hidden: Buffer = self.family.forward(
+            self.recorder, self.params, self.config, ids, positions, attend, z=z, where=where, is_context=is_context
+        )
+        return hidden
+
+    def _format(self, name: str, shape: tuple[int, ...], formats: Formats) -> str:
+        if len(shape) == 1:
+            return "float32"
+        return formats.table if name == self.family.EMBEDDING else formats.matrix
 
 
 def record_extend(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
@@ -101,7 +111,7 @@ def record_canvas(config: ModelConfig, formats: Formats, *, capacity: int, max_r
     rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
     inputs = _row_inputs(recorder, rows)
     z, where = None, None
-    if qwen3.has_residual(config):
+    if model.family.has_residual(config):
         z = recorder.state("residual", "float32", (rows, config.hidden_size), present=recorder.scalar("has_residual"))
         where = recorder.state("where", "bool", (rows,))
     logits = model.canvas(*inputs, recorder.scalar("context"), z=z, where=where)
@@ -122,9 +132,3 @@ def record_soft_embedding(config: ModelConfig, formats: Formats, *, max_rows: in
 def _row_inputs(recorder: Recorder, rows: Rows) -> tuple[Buffer, Buffer, Buffer]:
     ids, positions, visible = (recorder.state(name, "int32", (rows,)) for name in ("ids", "positions", "visible"))
     return ids, positions, visible
-
-
-def _format(name: str, shape: tuple[int, ...], formats: Formats) -> str:
-    if len(shape) == 1:
-        return "float32"
-    return formats.table if name == qwen3.EMBEDDING else formats.matrix

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.models import qwen3
 from dlmrt.models.config import ModelConfig
 from dlmrt.program.forwards import Formats, ModelParts
 from dlmrt.program.nodes import Buffer, Kernel, Program, Rows, maximum, walk
@@ -28,7 +27,8 @@ END_REASONS = ("", "eos", "stop_token", "max_tokens", "cancelled", "non_finite")
 
 RECORD_KINDS = ("prefill", "step", "block", "end")  # values of a record's first word
 
-_RULE_SCALARS = {
+# Commit rules that a program can run, with the scalars that each one reads.
+RULE_SCALARS: dict[str, dict[str, str]] = {
     "threshold": {"threshold": "float32", "min_commit": "int32"},
     "joint_threshold": {
         "threshold": "float32", "min_commit": "int32", "edit_threshold": "float32", "max_post_edit_steps": "int32",
@@ -82,7 +82,7 @@ class _Loop:
             self._scalars({"num_allowed": "int32", "noise_key": "uint64"})
         self._scalars(
             dict.fromkeys(("num_prompt", "num_prefill", "cancel", "wants_steps", "max_steps"), "int32")
-            | {"max_tokens": "int64", "temperature": "float64"} | _RULE_SCALARS[options.commit_rule]
+            | {"max_tokens": "int64", "temperature": "float64"} | RULE_SCALARS[options.commit_rule]
         )  # fmt: skip
         if options.commit_rule == "entropy_bound":
             self._scalars({"t_min": "float64", "t_max": "float64"})
@@ -211,11 +211,6 @@ class _Loop:
         """Attribute `block` of committed rows: they see whole blocks of that length; 0: only what stands before them."""
         is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
         return {"block": 0 if is_causal else self.diffusion.canvas_length}
-
-
-def has_loop_residual(config: ModelConfig, use_residual: bool) -> bool:
-    """Whether a request's program carries the residual pathway."""
-    return use_residual and qwen3.has_residual(config)
 
 
 def record_types(program: Program) -> dict[str, npt.DTypeLike]:

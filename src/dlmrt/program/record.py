@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dlmrt.models.config import RopeConfig
-from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While
+from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum
 from dlmrt.program.signatures import Operand, signature
 
 URGENT = "is_urgent"  # operand of `publish` that is not part of the record
@@ -178,27 +178,32 @@ class Recorder:
 
     # dlmrt.ops.spec.Ops.
 
-    def embed(self, table: Buffer, ids: Buffer) -> Buffer:
+    def embed(self, table: Buffer, ids: Buffer, *, scale: float = 1.0) -> Buffer:
         """See `Ops.embed`."""
-        return self.call("embed", {"table": table, "ids": ids})["x"]
+        return self.call("embed", {"table": table, "ids": ids}, scale=scale)["x"]
 
     def residual_mix(
         self, x: Buffer, z: Buffer, where: Buffer | None, norm: Buffer, gate: Buffer, up: Buffer, down: Buffer,
-        *, alpha: float, eps: float,
+        *, alpha: float, eps: float, activation: str = "silu", is_product_fp32: bool = False,
     ) -> Buffer:  # fmt: skip
         """See `Ops.residual_mix`; updates `x` in place, and only while `z` is present."""
         operands = {"x": x, "z": z, "where": where, "norm": norm, "gate": gate, "up": up, "down": down}
+        constants: dict[str, Value] = {"alpha": alpha, "eps": eps, "activation": activation}
         if z.present is None:
-            return self.call("residual_mix", operands, alpha=alpha, eps=eps)["x"]
+            return self.call("residual_mix", operands, **constants)["x"]
         with self.if_(z.present):
-            return self.call("residual_mix", operands, alpha=alpha, eps=eps)["x"]
+            return self.call("residual_mix", operands, **constants)["x"]
 
     def add(self, x: Buffer, delta: Buffer) -> Buffer:
         """See `Ops.add`."""
         return self.call("add", {"x": x, "delta": delta})["y"]
 
-    def rms_norm(self, x: Buffer, weight: Buffer, *, eps: float) -> Buffer:
-        """See `Ops.rms_norm`."""
+    def scale(self, x: Buffer, factor: Buffer) -> Buffer:
+        """See `Ops.scale`."""
+        return self.call("scale", {"x": x, "factor": factor})["y"]
+
+    def rms_norm(self, x: Buffer, weight: Buffer | None, *, eps: float, is_product_fp32: bool = False) -> Buffer:
+        """See `Ops.rms_norm`; activations are not rounded between norm and product here."""
         return self.call("rms_norm", {"x": x, "weight": weight}, eps=eps)["y"]
 
     def linear(self, x: Buffer, weight: Buffer) -> Buffer:
@@ -209,18 +214,72 @@ class Recorder:
         self, x: Buffer, wq: Buffer, wk: Buffer, wv: Buffer, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
         *, head_dim: int, rope: RopeConfig, eps: float,
     ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
-        """See `Ops.qkv`. The rotary embedding is the model's only one, so the node does not repeat it."""
+        """See `Ops.qkv`."""
         operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
-        out = self.call("qkv", operands, dims={"H": head_dim}, eps=eps)
-        return out["q"], out["k"], out["v"]
+        return _qkv(self.call("qkv", operands, dims={"H": head_dim}, eps=eps, rope=describe_rope(rope)))
 
-    def attention(self, attend: CacheAttention, layer_idx: int, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
+    def qkv_packed(
+        self, x: Buffer, weight: Buffer, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
+        *, num_heads: int, head_dim: int, rope: RopeConfig, eps: float,
+    ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
+        """See `Ops.qkv_packed`."""
+        operands = {"x": x, "weight": weight, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
+        num_kv_heads = (maximum(weight.shape[0]) // head_dim - num_heads) // 2
+        dims: dict[str, Dim] = {"N": num_heads, "G": num_kv_heads, "H": head_dim}
+        return _qkv(self.call("qkv_packed", operands, dims=dims, eps=eps, rope=describe_rope(rope)))
+
+    def qkv_normed(
+        self, x: Buffer, wq: Buffer, wk: Buffer, wv: Buffer | None, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
+        *, head_dim: int, rope: RopeConfig, eps: float,
+    ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
+        """See `Ops.qkv_normed`."""
+        operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
+        return _qkv(
+            self.call("qkv", operands, dims={"H": head_dim}, eps=eps, rope=describe_rope(rope), is_value_normed=True)
+        )
+
+    def attention(
+        self, attend: CacheAttention, layer_idx: int, q: Buffer, k: Buffer, v: Buffer, *, scale: float | None = None
+    ) -> Buffer:
         """See `Ops.attention`."""
-        return attend(layer_idx, q, k, v)
+        return attend(layer_idx, q, k, v, scale=scale)
 
-    def gated_mlp(self, x: Buffer, gate: Buffer, up: Buffer, down: Buffer) -> Buffer:
+    def gated_mlp(self, x: Buffer, gate: Buffer, up: Buffer, down: Buffer, *, activation: str = "silu") -> Buffer:
         """See `Ops.gated_mlp`."""
-        return self.call("gated_mlp", {"x": x, "gate": gate, "up": up, "down": down})["y"]
+        operands = {"x": x, "gate": gate, "up": up, "down": down}
+        return self.call("gated_mlp", operands, activation=activation)["y"]
+
+    def route_sigmoid(
+        self, x: Buffer, weight: Buffer, bias: Buffer,
+        *, top_k: int, num_groups: int, num_kept_groups: int, capacity: int | None, block_length: int,
+        scaling_factor: float,
+    ) -> tuple[Buffer, Buffer]:  # fmt: skip
+        """See `Ops.route_sigmoid`; capacity 0 stands for none."""
+        out = self.call(
+            "route_sigmoid", {"x": x, "weight": weight, "bias": bias}, dims={"K": top_k}, num_groups=num_groups,
+            num_kept_groups=num_kept_groups, capacity=capacity or 0, block_length=block_length,
+            scaling_factor=scaling_factor,
+        )  # fmt: skip
+        return out["experts"], out["weights"]
+
+    def route_softmax(
+        self, x: Buffer, scale: Buffer, weight: Buffer, expert_scale: Buffer, *, top_k: int, eps: float
+    ) -> tuple[Buffer, Buffer]:
+        """See `Ops.route_softmax`."""
+        operands = {"x": x, "scale": scale, "weight": weight, "expert_scale": expert_scale}
+        out = self.call("route_softmax", operands, dims={"K": top_k}, eps=eps)
+        return out["experts"], out["weights"]
+
+    def moe(
+        self, x: Buffer, experts: Buffer, weights: Buffer, gate: Buffer, up: Buffer, down: Buffer, *, activation: str
+    ) -> Buffer:
+        """See `Ops.moe`."""
+        operands = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
+        return self.call("moe", operands, activation=activation)["y"]
+
+    def soft_cap(self, logits: Buffer, *, cap: float) -> Buffer:
+        """See `Ops.soft_cap`."""
+        return self.call("soft_cap", {"logits": logits}, cap=cap)["y"]
 
     def soft_embedding(self, probs: Buffer, table: Buffer, *, scale: float) -> Buffer:
         """See `Ops.soft_embedding`."""
@@ -236,16 +295,26 @@ class CacheAttention:
     positions: Buffer  # int32 [T]
     visible: Buffer  # int32 [T], the number of leading positions that a row sees
 
-    def __call__(self, layer_idx: int, q: Buffer, k: Buffer, v: Buffer) -> Buffer:
-        """Record both nodes and return the attention's output."""
+    def __call__(self, layer_idx: int, q: Buffer, k: Buffer, v: Buffer, *, scale: float | None = None) -> Buffer:
+        """Record both nodes and return the attention's output; scale None: 1 / sqrt(H)."""
         cache = self.caches[layer_idx]
         self.recorder.call("kv_store", {"k": k, "v": v, "positions": self.positions, "cache": cache})
-        return self.recorder.call("attention", {"q": q, "cache": cache, "visible": self.visible})["y"]
+        constants: dict[str, Value] = {} if scale is None else {"scale": scale}
+        return self.recorder.call("attention", {"q": q, "cache": cache, "visible": self.visible}, **constants)["y"]
+
+
+def describe_rope(rope: RopeConfig) -> str:
+    """A rotary embedding for listings and comparisons: kind and base."""
+    return f"{rope.kind}/{rope.theta:g}"
 
 
 def describe(shape: tuple[Dim, ...]) -> str:
     """A shape for people: ``[T, 32]``."""
     return f"[{', '.join(dim.symbol if isinstance(dim, Rows) else str(dim) for dim in shape)}]"
+
+
+def _qkv(outputs: Mapping[str, Buffer]) -> tuple[Buffer, Buffer, Buffer]:
+    return outputs["q"], outputs["k"], outputs["v"]
 
 
 def _bind(word: str, size: Dim, sizes: dict[str, Dim]) -> Dim:

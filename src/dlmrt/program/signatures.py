@@ -6,7 +6,7 @@ product as `N*H` for the product of two; `[]` is a scalar. `act` is the type of 
 `kv` the cache's type, any other word a type of `ITEM_BYTES`.
 
 Legend: T rows, D model width, F MLP width, N query heads, G key/value heads, H head width, V vocabulary, W words of one bit
-an id, C positions of the cache, P prompt, L canvas slots.
+an id, C positions of the cache, P prompt or packed columns, L canvas slots, E experts, K experts of a row.
 
 Source: ours; the model's operations are those of dlmrt.ops.spec, the loop's the numbered steps of dlmrt.decode.loop.
 """
@@ -22,10 +22,15 @@ MODEL_OPS = {
     # x += alpha * adapter(z) on the rows of `where`
     "residual_mix": "x:act[T,D] z:float32[T,D] where?:bool[T] norm:weight[D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> x",
     "add": "x:act[T,D] delta:act[T,D] -> y:act[T,D]",
-    "rms_norm": "x:act[T,D] weight:weight[D] -> y:act[T,D]",
+    "scale": "x:act[T,D] factor:weight[O] -> y:act[T,D]",
+    "rms_norm": "x:act[T,D] weight?:weight[D] -> y:act[T,D]",
     "linear": "x:act[T,D] weight:weight[F,D] -> y:act[T,F]",
     "qkv": (
-        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T]"
+        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv?:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T]"
+        " -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
+    ),
+    "qkv_packed": (
+        "x:act[T,D] weight:weight[P,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T]"
         " -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
     ),
     # keys and values of the rows, at their positions
@@ -33,6 +38,16 @@ MODEL_OPS = {
     # row t over positions [0, visible[t]) of the cache
     "attention": "q:act[T,N,H] cache:kv[C,2,G,H] visible:int32[T] -> y:act[T,N*H]",
     "gated_mlp": "x:act[T,D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> y:act[T,D]",
+    # experts and their weights, K a row
+    "route_sigmoid": "x:act[T,D] weight:weight[E,D] bias:weight[E] -> experts:int32[T,K] weights:float32[T,K]",
+    "route_softmax": (
+        "x:act[T,D] scale:weight[D] weight:weight[E,D] expert_scale:weight[E] -> experts:int32[T,K] weights:float32[T,K]"
+    ),
+    "moe": (
+        "x:act[T,D] experts:int32[T,K] weights:float32[T,K] gate:weight[E,F,D] up:weight[E,F,D] down:weight[E,D,F]"
+        " -> y:act[T,D]"
+    ),
+    "soft_cap": "logits:act[T,V] -> y:act[T,V]",
     "soft_embedding": "probs:float32[T,V] table:weight[V,D] -> z:float32[T,D]",
     # logit_shift 1: the final hidden states of committed rows, kept by position; slot 0 reads the one before `context`
     "hidden_store": "hidden:act[T,D] positions:int32[T] cache:act[C,D] -> cache",

@@ -1,7 +1,7 @@
 """From the engine's events to the parts of a message: content, reasoning, tool calls, each with its tokens.
 
-Reasoning and tool calls are delimited by single tokens of the tokenizer (`<think>`, `<tool_call>`, their ends), found by
-id: the same text spelled by ordinary tokens is ordinary text, and markers registered as special, which never show
+Reasoning and tool calls are delimited by single tokens of the tokenizer (`<think>`, `<tool_call>`, their ends), found
+by id: the same text spelled by ordinary tokens is ordinary text, and markers registered as special, which never show
 in text, are still seen. A tool call is sent when its end marker has come, whole; one that does not parse is content.
 
 Where nothing needs ids (no markers, no log-probabilities) text is passed on as it comes. Else it waits for the ids of

@@ -18,7 +18,7 @@ from typing import Any
 
 from dlmrt.decode.engine import StreamEvent
 from dlmrt.serve.body import ClientGone, Receive, read_json
-from dlmrt.serve.fields import KNOWN, Endpoint
+from dlmrt.serve.fields import Endpoint
 from dlmrt.serve.problems import ApiError, as_api_error, dumps
 from dlmrt.serve.queue import Job
 from dlmrt.serve.replies import Choice, Reply
@@ -41,6 +41,7 @@ class CompletionsEndpoint:
         """Answer one request."""
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         outlet = _Outlet(send, timeout_s=self._service.config.send_timeout_s)
+        body: dict[str, Any] = {}
         try:
             self._service.authorise(headers.get("authorization"))
             body = await read_json(receive, headers, self._service.config.body)
@@ -52,7 +53,7 @@ class CompletionsEndpoint:
         except ClientGone:
             self._service.metrics.failed("disconnected")
         except Exception as error:
-            await self._fail(outlet, error)
+            await self._fail(outlet, error, body)
 
     async def _run(self, call: ApiCall, receive: Receive, outlet: _Outlet) -> None:
         service = self._service
@@ -147,8 +148,8 @@ class CompletionsEndpoint:
             diffusion["tpf_total"], diffusion["queue_s"], diffusion["total_s"], job.cut or diffusion["end_reason"],
         )  # fmt: skip
 
-    async def _fail(self, outlet: _Outlet, error: Exception) -> None:
-        problem = as_api_error(error, KNOWN)
+    async def _fail(self, outlet: _Outlet, error: Exception, body: dict[str, Any]) -> None:
+        problem = as_api_error(error, body)
         self._service.metrics.failed(problem.reason)
         if problem.status >= 500 and not isinstance(error, ApiError):
             logger.error("request failed: %s: %s", type(error).__name__, error, exc_info=error)

@@ -6,6 +6,7 @@ Source: ours; OpenAPI 3.1.
 from __future__ import annotations
 
 import html
+import re
 from typing import Any
 
 from dlmrt import __version__
@@ -65,6 +66,7 @@ def docs_page() -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>dlmrt API</title>'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<link rel="icon" href="page/icon.svg" type="image/svg+xml">'
         '<link rel="stylesheet" href="page/style.css"></head><body class="docs"><main>'
         f'<h1>dlmrt {__version__}</h1><p><a href="./">Page</a> &middot; <a href="openapi.json">OpenAPI document</a></p>'
         f"<h2>Routes</h2>{routes}<h2>Request fields</h2>{honoured}{settings}"
@@ -76,10 +78,13 @@ def docs_page() -> str:
 
 def _rows(pairs: Any) -> str:
     cells = "".join(
-        f"<tr><th scope=row><code>{html.escape(name)}</code></th><td>{html.escape(says)}</td></tr>"
-        for name, says in pairs
+        f"<tr><th scope=row><code>{html.escape(name)}</code></th><td>{_text(says)}</td></tr>" for name, says in pairs
     )
     return f"<table>{cells}</table>"
+
+
+def _text(markdown: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(markdown))
 
 
 def _codes(names: tuple[str, ...]) -> str:

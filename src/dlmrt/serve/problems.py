@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from typing import Any
 
+from dlmrt.decode.aliases import CANONICAL
 from dlmrt.errors import ContextLengthError, DlmrtError, NonFiniteError, UnknownOptionError, http_status
 
 _TYPES = {
@@ -63,11 +64,11 @@ class ApiError(Exception):
         return headers
 
 
-def as_api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
+def as_api_error(error: Exception, given: Mapping[str, Any] | None = None) -> ApiError:
     """The answer to `error`. Faults of our own say nothing of their inside.
 
     Args:
-        fields: names of request fields; the first one that a user error's message mentions becomes `param`.
+        given: the request's body; the field of it that a user error's message mentions becomes `param`.
     """
     if isinstance(error, ApiError):
         return error
@@ -75,8 +76,15 @@ def as_api_error(error: Exception, fields: Collection[str] = ()) -> ApiError:
         return ApiError(500, "the server failed on this request; its log says why", code="internal_error")
     code = next((_CODES[cls] for cls in type(error).__mro__ if cls in _CODES), None)
     status = http_status(error)
-    words = re.findall(r"\w+", str(error)) if status == 400 else []
-    return ApiError(status, str(error), code=code, param=next((word for word in words if word in fields), None))
+    return ApiError(status, str(error), code=code, param=_param(str(error), given or {}) if status == 400 else None)
+
+
+def _param(message: str, given: Mapping[str, Any]) -> str | None:
+    """The first setting that `message` mentions by its own name, as the request spells it; else prompt or messages."""
+    diffusion = given.get("diffusion")
+    spellings = {CANONICAL.get(key, key): key for key in (*given, *(diffusion if isinstance(diffusion, dict) else ()))}
+    words = [spellings[word] for word in re.findall(r"\w+", message) if word in spellings]
+    return min(words, key=lambda word: word in ("prompt", "messages"), default=None)
 
 
 def dumps(document: Any) -> bytes:

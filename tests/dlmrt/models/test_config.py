@@ -78,7 +78,7 @@ def test_mask_id_that_is_another_token_is_refused(changes, named):
     [
         ({"architectures": []}, "architectures"),
         ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_size": "wide"}, "wrong type"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; it must be a whole number"),
         ({"vocab_size": 0}, "vocab_size"),
         ({"num_key_value_heads": 3}, "key/value heads"),
         ({"head_dim": 7}, "odd"),

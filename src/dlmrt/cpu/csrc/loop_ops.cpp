@@ -250,14 +250,15 @@ std::unique_ptr<Op> commit_entropy_bound(const Fields& f) {
       b.committed[next] = 1;
       before += entropy[next];
     }
-    for (int64_t i = 0; i < b.length; i++) {
-      if (b.committed[i]) b.canvas[i] = b.token[i];
-      b.is_open[i] = is_free[i] && !b.committed[i];
-    }
     *num_repeats = any_changed ? 0 : *num_repeats + 1;
     *b.num_edits = 0;
     ++*b.step;
     *b.is_done = is_last || (total / static_cast<double>(num_free) < *stop_entropy && *num_repeats >= *stability);
+    for (int64_t i = 0; i < b.length; i++) {
+      if (*b.is_done) b.canvas[i] = b.answer[i];
+      else if (b.committed[i]) b.canvas[i] = b.token[i];
+      b.is_open[i] = is_free[i] && !b.committed[i] && !*b.is_done;
+    }
   });
 }
 

@@ -88,6 +88,7 @@ class HeadMerge : public Op {
     args_.entropy = f.get<float>("entropy");
     args_.sample_id = f.find<int32_t>("sample");
     args_.sample_logit = f.find<float>("sample_logit");
+    args_.confidence = f.get<float>("argmax_confidence");
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -186,16 +187,15 @@ class FinishPredict : public Op {
  public:
   explicit FinishPredict(const Fields& f)
       : rows_(f), argmax_(f.get<int32_t>("argmax")), max_logit_(f.get<float>("max_logit")), log_sum_exp_(f.get<float>("log_sum_exp")),
-        is_drawn_(f.find<uint8_t>("is_drawn")), sample_(f.find<int32_t>("sample")), sample_logit_(f.find<float>("sample_logit")),
-        token_(f.get<int32_t>("token")), argmax_confidence_(f.get<float>("argmax_confidence")), confidence_(f.get<float>("confidence")),
+        argmax_confidence_(f.get<float>("argmax_confidence")), is_drawn_(f.find<uint8_t>("is_drawn")), sample_(f.find<int32_t>("sample")),
+        sample_logit_(f.find<float>("sample_logit")), token_(f.get<int32_t>("token")), confidence_(f.get<float>("confidence")),
         is_finite_row_(f.get<uint8_t>("is_finite_row")), is_finite_(f.get<int32_t>("is_finite")) {}
   void run(const Context&) override {
     *is_finite_ = 1;
     for (int64_t m = 0; m < rows_(); m++) {
       const bool drawn = is_drawn_ && is_drawn_[m];
       token_[m] = drawn ? sample_[m] : argmax_[m];
-      argmax_confidence_[m] = std::exp(max_logit_[m] - log_sum_exp_[m]);
-      confidence_[m] = drawn ? std::exp(sample_logit_[m] - log_sum_exp_[m]) : argmax_confidence_[m];
+      confidence_[m] = argmax_confidence_[m] * (drawn ? std::exp(sample_logit_[m] - max_logit_[m]) : 1.f);
       is_finite_row_[m] = std::isfinite(log_sum_exp_[m]);
       *is_finite_ &= is_finite_row_[m];
     }
@@ -204,12 +204,12 @@ class FinishPredict : public Op {
  private:
   Count rows_;
   const int32_t* argmax_;
-  const float *max_logit_, *log_sum_exp_;
+  const float *max_logit_, *log_sum_exp_, *argmax_confidence_;
   const uint8_t* is_drawn_;
   const int32_t* sample_;
   const float* sample_logit_;
   int32_t* token_;
-  float *argmax_confidence_, *confidence_;
+  float* confidence_;
   uint8_t* is_finite_row_;
   int32_t* is_finite_;
 };

@@ -126,7 +126,7 @@ class QkNormRopeStore : public Op {
     args_.qkv = f.get<float>("qkv");
     args_.num_heads = static_cast<int32_t>(f.integer("num_heads"));
     args_.ld = (args_.num_heads + 2 * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
-    args_.rotary_dim = args_.cache.head_dim;
+    args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim"));
     args_.q_norm = f.get<float>("q_norm");
     args_.k_norm = f.get<float>("k_norm");
     args_.eps = static_cast<float>(f.number("eps"));

@@ -57,13 +57,15 @@ class Head:
         call("head_stats", self.isa, args, self.threads)
         self.argmax, self.max, self.lse, self.entropy = i(m), f(m), f(m), f(m)
         self.top_id, self.top_logit, self.sample, self.sample_logit = i(m, MAX_TOP), f(m, MAX_TOP), i(m), f(m)
+        self.confidence = f(m)
         drawn = (ptr(self.sample), ptr(self.sample_logit)) if keys is not None else (None, None)
         merge = HeadMergeArgs(partials, m, v, ptr(self.argmax), ptr(self.max), ptr(self.lse), ptr(self.entropy),
-                              ptr(self.top_id), ptr(self.top_logit), *drawn)  # fmt: skip
+                              ptr(self.top_id), ptr(self.top_logit), *drawn, ptr(self.confidence))  # fmt: skip
         call("head_merge", self.isa, merge, self.threads)
 
     def everything(self) -> list[Array]:
-        return [self.logits, self.argmax, self.max, self.lse, self.entropy, self.top_id, self.top_logit, self.sample]
+        return [self.logits, self.argmax, self.max, self.lse, self.entropy, self.confidence, self.top_id, self.top_logit,
+                self.sample]  # fmt: skip
 
 
 def key(seed: int, step: int, block: int, slot: int) -> GumbelKey:
@@ -84,6 +86,7 @@ def check(head: Head, logits: Array) -> None:
     assert (head.argmax == logits.argmax(1)).all()
     assert (head.max == logits.max(1)).all()
     np.testing.assert_allclose(head.lse, np.log(z) + top[:, 0], rtol=1e-6, atol=2e-6)
+    np.testing.assert_allclose(head.confidence, 1 / z, rtol=1e-6)
     live = np.where(x > -1e29, x - top, 0.0)
     np.testing.assert_allclose(head.entropy, np.log(z) - (live * e).sum(1) / z, rtol=1e-5, atol=3e-6)
     order = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_TOP]
@@ -161,6 +164,25 @@ def test_poisoned_row_shows_and_stays_alone(isa: str, rng: np.random.Generator) 
     assert 0 <= bad.sample[3] < 300
     for a, b in zip(good.everything(), bad.everything(), strict=True):
         assert (np.delete(a, 3, 0) == np.delete(b, 3, 0)).all()
+
+
+def test_one_poisoned_logit_poisons_the_statistics(isa: str, rng: np.random.Generator) -> None:
+    """K11: a NaN that is not the maximum must not be lost in it."""
+    w = rng.standard_normal((300, 16), dtype=np.float32)
+    w[200, 3] = np.nan
+    head = Head(isa, pack(F32, [float_source(w)], 16), operand(isa, F32, np.ones((2, 16), np.float32)))
+    for statistic in (head.lse, head.entropy, head.confidence):
+        assert np.isnan(statistic).all()
+
+
+def test_a_sure_row_keeps_the_digits_of_its_doubt(isa: str) -> None:
+    """Entropy and log-sum-exp come from the mass of the other ids, not from 1 + that mass."""
+    w = np.zeros((300, 16), np.float32)
+    w[17] = 1
+    head = Head(isa, pack(F32, [float_source(w)], 16), operand(isa, F32, np.full((1, 16), 20 / 16, np.float32)))
+    others = 299 * np.exp(-20.0)
+    np.testing.assert_allclose(head.lse[0] - 20, np.log1p(others), atol=2e-6)
+    np.testing.assert_allclose(head.entropy[0], np.log1p(others) + 20 * others / (1 + others), rtol=1e-4)
 
 
 @pytest.mark.parametrize("spread", [0.1, 3.0, 40.0])

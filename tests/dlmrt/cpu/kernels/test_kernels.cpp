@@ -156,9 +156,9 @@ struct Forward {
     CHECK(head_scratch_bytes(stats) <= 1 << 20);
     nodes(tiles, [&](Range r, void* s) { k.head_stats(stats, r, s); });
     Buffer<int32_t> out_ids((2 + kMaxTop) * kM);
-    Buffer<float> out((4 + kMaxTop) * kM), z(kM * kD), table(kVocab * kD);
+    Buffer<float> out((5 + kMaxTop) * kM), z(kM * kD), table(kVocab * kD);
     float* f = out.get();
-    const HeadMergeArgs merge{partials, kM, kVocab, out_ids.get(), f, f + kM, f + 2 * kM, out_ids.get() + 2 * kM, f + 4 * kM, out_ids.get() + kM, f + 3 * kM};
+    const HeadMergeArgs merge{partials, kM, kVocab, out_ids.get(), f, f + kM, f + 2 * kM, out_ids.get() + 2 * kM, f + 4 * kM, out_ids.get() + kM, f + 3 * kM, f + (4 + kMaxTop) * kM};
     nodes(ceil_div(kM, 16), [&](Range r, void*) { k.head_merge(merge, r); });
     const DType kind = m.cache_type;
     Buffer<uint8_t> probs(operand_bytes(kind, kM, kVocab));

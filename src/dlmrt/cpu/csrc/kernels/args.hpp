@@ -197,7 +197,9 @@ constexpr int64_t attention_scratch_bytes(const AttentionArgs& t) {  // scores, 
 // Partial statistics of (tile, row), all [tiles][row_stride]; row_stride is M rounded up to 16.
 struct HeadPartials {
   int64_t row_stride;
-  float *max, *sum, *weighted;  // max; sum exp(x - max); sum (x - max) exp(x - max)
+  // max; sum exp(x - max) without the 1 of argmax, so that what a sure row leaves to others keeps its digits;
+  // sum (x - max) exp(x - max)
+  float *max, *sum, *weighted;
   int32_t* argmax;
   // Lists of the kMaxTop best ids, [tiles][row_stride][kMaxTop]; only those of tiles with top_slot[tile] == tile are filled:
   // a list covers the tiles of one call. Null when no lists are wanted.
@@ -246,6 +248,7 @@ struct HeadMergeArgs {
   float* top_logit;
   int32_t* sample_id;   // null: none
   float* sample_logit;
+  float* confidence;    // probability of argmax, exact to fp32 also next to 1; null: none
 };
 
 // out[m] = table[ids[m]]. Units: rows.

@@ -53,8 +53,11 @@ struct AttentionTile {
   // Probabilities of row i over its first `count` scores of the chunk; rescales what earlier chunks left.
   void softmax(int i, int64_t count, bool first) {
     float* s = scores + i * t.chunk;
+    const int64_t whole = count / 16 * 16;
+    const int tail = static_cast<int>(count - whole);
     F32 m = splat(-__builtin_inff());
-    for (int64_t k = 0; k < count; k += 16) m = max(m, keep_first(load(s + k), tail16(count - k), -__builtin_inff()));
+    for (int64_t k = 0; k < whole; k += 16) m = max(m, load(s + k));
+    if (tail) m = max(m, keep_first(load(s + whole), tail, -__builtin_inff()));
     const float chunk_top = reduce_max(m), new_top = first || chunk_top > top[i] ? chunk_top : top[i];
     if (!first) {
       const F32 f = exp(splat(top[i] - new_top));
@@ -65,11 +68,17 @@ struct AttentionTile {
     }
     top[i] = new_top;
     const CellWriter out{weights + i * kCellBytes, kType, splat(1.f)};
+    const F32 shift = splat(new_top);
     F32 sum = splat(0.f);
-    for (int64_t k = 0; k < count; k += 16) {
-      const F32 e = keep_first(exp(sub(load(s + k), splat(new_top))), tail16(count - k), 0.f);
+    for (int64_t k = 0; k < whole; k += 16) {
+      const F32 e = exp(sub(load(s + k), shift));
       sum = add(sum, e);
       out.write(k, e);
+    }
+    if (tail) {
+      const F32 e = keep_first(exp(sub(load(s + whole), shift)), tail, 0.f);
+      sum = add(sum, e);
+      out.write(whole, e);
     }
     total[i] += reduce_add(sum);
   }

@@ -64,10 +64,11 @@ struct HeadTile {
     for (int64_t k = 0; k < width(); k += 16) {
       const F32 v = load(x + k), d = max(floor, sub(v, shift));
       const F32 e = keep_first(exp(d), tail16(width() - k), 0.f);
-      sum = add(sum, e);
       weighted = fma(d, e, weighted);
       const unsigned equal = equal_mask(v, shift);
-      if (where < 0 && equal) where = static_cast<int32_t>(first_id() + k) + __builtin_ctz(equal);
+      const bool is_first = where < 0 && equal;
+      if (is_first) where = static_cast<int32_t>(first_id() + k) + __builtin_ctz(equal);
+      sum = add(sum, is_first ? select(equal & -equal, splat(0.f), e) : e);
     }
     const int64_t at = cell(m);
     p.max[at] = best;
@@ -175,16 +176,21 @@ void merge_group(const HeadMergeArgs& t, int64_t m0) {
   const int64_t tiles = head_tiles(t.vocab), n = p.row_stride;
   const int left = tail16(t.rows - m0);
   const Best top = best_of_tiles(p.max + m0, p.argmax + m0, tiles, n);
-  F32 z = splat(0.f), weighted = splat(0.f);
+  const F32 one = splat(1.f);
+  F32 others = splat(0.f), weighted = splat(0.f);  // others: all ids but the best one
   for (int64_t i = 0; i < tiles; i++) {
     const F32 d = max(splat(-87.f), sub(load(p.max + i * n + m0), top.value)), f = exp(d), s = load(p.sum + i * n + m0);
-    z = fma(f, s, z);
-    weighted = fma(f, fma(d, s, load(p.weighted + i * n + m0)), weighted);
+    const I32 id = load(p.argmax + i * n + m0);  // the best id of the row belongs to one tile
+    const F32 own = from_bits(select_greater(id, top.id, bits(f), select_greater(top.id, id, bits(f), splat(0))));
+    others = add(others, fma(f, s, own));
+    weighted = fma(f, fma(d, add(s, one), load(p.weighted + i * n + m0)), weighted);
   }
-  const F32 log_z = log(z);
+  const F32 z = add(one, others);
+  const F32 log_z = select(greater_mask(splat(.29f), others), log_of_parts(splat(0.f), others), log(z));
   store_n(t.max_logit + m0, top.value, left);
   store_n(t.log_sum_exp + m0, add(top.value, log_z), left);
   store_n(t.entropy + m0, max(splat(0.f), sub(log_z, div(weighted, z))), left);
+  if (t.confidence) store_n(t.confidence + m0, div(one, z), left);
   store_n(reinterpret_cast<float*>(t.argmax) + m0, from_bits(top.id), left);
   if (t.sample_id) {
     const Best pick = best_of_tiles(p.sample_score + m0, p.sample_id + m0, tiles, n);

@@ -47,7 +47,8 @@ inline F32 log_of_parts(F32 e, F32 t) {
 inline F32 log(F32 x) {
   const I32 u = bits(x);  // exponent such that the mantissa lies in [sqrt(1/2), sqrt(2))
   const I32 e = sub(shift_right<23>(add(sub(u, splat(0x3f3504f3)), splat(0x40000000))), splat(128));
-  return log_of_parts(to_float(e), sub(from_bits(sub(u, shift_left<23>(e))), splat(1.f)));
+  const F32 y = log_of_parts(to_float(e), sub(from_bits(sub(u, shift_left<23>(e))), splat(1.f)));
+  return add(y, sub(x, x));  // the bits of a NaN look like a number
 }
 // Standard Gumbel noise -log(-log(1 - u)) of u within (0, 1); small u keep their precision.
 inline F32 gumbel(F32 u) {
@@ -62,12 +63,16 @@ inline F32 tanh(F32 x) { return sub(splat(1.f), div(splat(2.f), add(exp(add(x, x
 // x / (1 + exp(-x))
 inline F32 silu(F32 x) { return div(x, add(splat(1.f), exp(sub(splat(0.f), x)))); }
 
-// fp32 -> bf16 bits in the low halves, nearest even; NaN becomes a quiet NaN.
-inline I32 to_bf16(F32 x) {
+// fp32 -> bf16, nearest even; NaN becomes a quiet NaN.
+inline void store_bf16(uint16_t* p, F32 x) {
+#ifdef DLMRT_AVX512BF16
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));  // denormals become 0
+#else
   const I32 u = bits(x), odd = bit_and(shift_right<16>(u), splat(1));
   const I32 rounded = shift_right<16>(add(add(u, splat(0x7fff)), odd));
   const I32 magnitude = bit_and(u, splat(0x7fffffff));
-  return select_greater(magnitude, splat(0x7f800000), bit_or(shift_right<16>(u), splat(0x40)), rounded);
+  store_low16(p, select_greater(magnitude, splat(0x7f800000), bit_or(shift_right<16>(u), splat(0x40)), rounded));
+#endif
 }
 inline F32 load_bf16(const uint16_t* p) { return from_bits(shift_left<16>(load_u16(p))); }
 inline F32 load_bf16_n(const uint16_t* p, int n) {
@@ -93,7 +98,7 @@ struct CellWriter {
       store_low8(bytes, add(q, splat(128)));
       copy<4>(k / 4, bytes);
     } else if (dtype == DType::kBF16) {
-      store_low16(reinterpret_cast<uint16_t*>(bytes), to_bf16(v));
+      store_bf16(reinterpret_cast<uint16_t*>(bytes), v);
       copy<8>(k / 2, bytes);
     } else {
       store(reinterpret_cast<float*>(bytes), v);

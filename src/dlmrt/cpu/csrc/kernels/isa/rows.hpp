@@ -99,14 +99,19 @@ inline uint8_t* kv_plane(const KvCache& c, int64_t position, int64_t head, bool 
 struct HeadRow {  // one head of one row, padded to 16 with zeros
   alignas(64) float v[kMaxHeadDim];
 
-  void load_from(const float* x, int64_t n) {
-    for (int64_t k = 0; k < n; k += 16) store(v + k, load_upto16(x + k, n - k));
-  }
-  void norm(const float* weight, int64_t n, float eps) {
+  // x, or its RMSNorm when there is a weight
+  void take(const float* x, const float* weight, int64_t n, float eps) {
+    if (!weight) {
+      for (int64_t k = 0; k < n; k += 16) store(v + k, load_upto16(x + k, n - k));
+      return;
+    }
     F32 squares = splat(0.f);
-    for (int64_t k = 0; k < n; k += 16) squares = fma(load(v + k), load(v + k), squares);
+    for (int64_t k = 0; k < n; k += 16) {
+      const F32 a = load_upto16(x + k, n - k);
+      squares = fma(a, a, squares);
+    }
     const F32 r = splat(inverse_rms(squares, n, eps));
-    for (int64_t k = 0; k < n; k += 16) store(v + k, mul(mul(load(v + k), r), load_upto16(weight + k, n - k)));
+    for (int64_t k = 0; k < n; k += 16) store(v + k, mul(mul(load_upto16(x + k, n - k), r), load_upto16(weight + k, n - k)));
   }
   // pairs (i, i + half)
   void rotate(const float* cos, const float* sin, int64_t half) {
@@ -119,31 +124,31 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
   }
   // As keys: position `slot` is a column of a panel, the head's width its k.
   void store_keys(uint8_t* plane, DType t, int64_t n, int64_t slot) const {
-    const int64_t steps = steps_of(t, n);
-    uint8_t* out = plane + slot / kPanel * steps * kStepBytes + slot % kPanel * kCellBytes;
-    alignas(64) uint8_t cells[kMaxHeadDim * sizeof(float)];
-    encode(cells, t, n);
-    for (int64_t s = 0; s < steps; s++) __builtin_memcpy(out + s * kStepBytes, cells + s * kCellBytes, kCellBytes);
+    const int64_t group = padded_width(n) / values_per_cell(t) * kStepBytes;
+    copy_pieces(t, n, plane + slot / kPanel * group + slot % kPanel * kCellBytes, 16 / values_per_cell(t) * kStepBytes, kStepBytes, kCellBytes);
   }
   // As values: the head's width runs over columns, `slot` is a k.
   void store_values(uint8_t* plane, DType t, int64_t n, int64_t slot, int64_t page_size) const {
-    const int64_t g = values_per_cell(t), size = kCellBytes / g, stride = page_size / g * kStepBytes;
-    uint8_t* out = plane + slot / g * kStepBytes + slot % g * size;
-    alignas(64) uint8_t cells[kMaxHeadDim * sizeof(float)];
-    encode(cells, t, n);
-    for (int64_t k = 0; k < n; k++) {
-      uint8_t* at = out + k / kPanel * stride + k % kPanel * kCellBytes;
-      if (g == 1) __builtin_memcpy(at, cells + k * 4, 4);
-      else __builtin_memcpy(at, cells + k * 2, 2);
-    }
+    const int64_t g = values_per_cell(t), size = kCellBytes / g;
+    copy_pieces(t, n, plane + slot / g * kStepBytes + slot % g * size, page_size / g * kStepBytes, kCellBytes, size);
   }
 
  private:
-  void encode(uint8_t* out, DType t, int64_t n) const {
-    for (int64_t k = 0; k < n; k += 16) {
-      if (t == DType::kF32) store(reinterpret_cast<float*>(out) + k, load(v + k));
-      else store_low16(reinterpret_cast<uint16_t*>(out) + k, to_bf16(load(v + k)));
+  // Encodes 16 values at a time and copies their pieces of `size` bytes to out, `stride` apart; the next 16 go to out + block.
+  void copy_pieces(DType t, int64_t n, uint8_t* out, int64_t block, int64_t stride, int64_t size) const {
+    for (int64_t k = 0; k < n; k += 16, out += block) {
+      alignas(64) uint8_t bytes[64];
+      if (t == DType::kF32) store(reinterpret_cast<float*>(bytes), load(v + k));
+      else store_bf16(reinterpret_cast<uint16_t*>(bytes), load(v + k));
+      if (t == DType::kF32) copy<16, 4>(bytes, out, stride);
+      else if (size == 4) copy<8, 4>(bytes, out, stride);
+      else copy<16, 2>(bytes, out, stride);
     }
+  }
+  template <int kPieces, int kSize>
+  static void copy(const uint8_t* from, uint8_t* to, int64_t stride) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kPieces; i++) __builtin_memcpy(to + i * stride, from + i * kSize, kSize);
   }
 };
 
@@ -158,20 +163,18 @@ void qk_norm_rope_store(const QkvArgs& t, Range rows) {
     const int64_t position = t.positions[m], slot = position % c.page_size;
     const float *cos = t.cos + position * half, *sin = t.sin + position * half;
     for (int64_t h = 0; h < t.num_heads; h++, x += n) {
-      head.load_from(x, n);
-      if (t.q_norm) head.norm(t.q_norm, n, t.eps);
+      head.take(x, t.q_norm, n, t.eps);
       head.rotate(cos, sin, half);
       const Operand q{c.dtype, 0, n, static_cast<uint8_t*>(t.q) + h / group * group_bytes, nullptr};
       write_operand_row(q, m * group + h % group, [&](int64_t k) { return mul(load(head.v + k), scale); });
     }
     for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
-      head.load_from(x, n);
-      if (t.k_norm) head.norm(t.k_norm, n, t.eps);
+      head.take(x, t.k_norm, n, t.eps);
       head.rotate(cos, sin, half);
       head.store_keys(kv_plane(c, position, h, false), c.dtype, n, slot);
     }
     for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
-      head.load_from(x, n);
+      head.take(x, nullptr, n, t.eps);
       head.store_values(kv_plane(c, position, h, true), c.dtype, n, slot, c.page_size);
     }
   }

@@ -1,0 +1,50 @@
+"""Listings of the tiny model's programs equal the golden files; run `python tests/dlmrt/program/test_show.py` to renew them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlmrt.models.config import ResidualConfig
+from dlmrt.program.forwards import Formats, record_canvas, record_extend
+from dlmrt.program.loop import LoopOptions, record_loop, record_types
+from dlmrt.program.show import show
+from dlmrt.testing import tiny_config
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def listings():
+    """Every golden listing by file name."""
+    config = tiny_config(residual=ResidualConfig(kind="gated_mlp", intermediate_size=48))
+    uniform = tiny_config(diffusion={"noise": "uniform", "logit_shift": 1})
+    greedy = LoopOptions(canvas_length=8, prefill_chunk=512, commit_rule="threshold", use_residual=True)
+    drawn = LoopOptions(
+        canvas_length=8, prefill_chunk=512, commit_rule="entropy_bound", is_greedy=False, is_filtered=True
+    )
+    return {
+        "extend.txt": record_extend(config, Formats(), capacity=256, max_rows=512),
+        "canvas.txt": record_canvas(config, Formats(), capacity=256, max_rows=8),
+        "loop_threshold_residual.txt": record_loop(config, Formats(), greedy, capacity=256),
+        "loop_entropy_bound_uniform_shift.txt": record_loop(uniform, Formats(), drawn, capacity=256),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(listings()))
+def test_listing_equals_the_golden_file(name):
+    assert show(listings()[name]) == (GOLDEN / name).read_text()
+
+
+def test_records_of_the_loop_are_packed_in_the_order_of_the_listing():
+    types = record_types(listings()["loop_threshold_residual.txt"])
+    assert list(types) == ["prefill", "step", "block", "end"]
+    assert types["prefill"].names == ("kind", "context", "num_prefill_forwards")
+    assert types["prefill"].itemsize == 12
+    assert types["step"]["canvas"].shape == (8,)
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for file, program in listings().items():
+        (GOLDEN / file).write_text(show(program))
