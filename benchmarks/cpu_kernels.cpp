@@ -65,7 +65,7 @@ struct Peak {  // ops of one call of 12 instructions; run may be null: no peak k
   double ops = 0;
   void (*run)(int64_t) = nullptr;
 };
-Peak peak_of(const std::string& isa, DType dtype) {
+Peak peak_of([[maybe_unused]] const std::string& isa, [[maybe_unused]] DType dtype) {
 #if defined(__x86_64__)
   const bool wide = isa.rfind("avx512", 0) == 0;
   if (dtype == DType::kF32 || (dtype == DType::kBF16 && isa != "avx512bf16")) {

@@ -78,8 +78,8 @@ def http_status(error: DlmrtError) -> int:
     return next(HTTP_STATUS[cls] for cls in type(error).__mro__ if cls in HTTP_STATUS)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: object, known: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the known name closest to `name`, or the list of known names."""
     names = sorted(known)
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(names)}"

@@ -115,7 +115,7 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     """
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
-            raise _damaged(path, "it is not a file")
+            raise CheckpointError(f"cannot read {path} (it is not a file); download the checkpoint again")
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size < 8:

@@ -93,8 +93,8 @@ def _executors() -> dict[str, str]:
     return {
         name: "available"
         if find_spec(package)
-        else f"not available: {package} is not installed; pip install 'dlmrt[{extra}]'"
-        for name, (_, package, extra) in EXECUTORS.items()
+        else f"not available: {package} is not installed; {way}"
+        for name, (_, package, way) in EXECUTORS.items()
     }
 
 

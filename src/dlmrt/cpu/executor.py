@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from dlmrt.checkpoint.load import Checkpoint, StoredTensor, to_float32
 from dlmrt.cpu.programs import NativeProgram, Params, ProgramStore
+from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
@@ -129,10 +130,7 @@ class CpuDenoiser:
             UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
         """
         start, length = self._length, len(canvas_L)
-        if self.diffusion.logit_shift and not start:
-            raise UsageError(
-                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
-            )
+        self._check_shift(start)
         if residual_LD is not None and not self.has_residual:
             raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
         self._reserve(canvas_L)
@@ -169,7 +167,12 @@ class CpuDenoiser:
         Args:
             positions: length of the context that the request may fill.
             scalars, arrays: inputs of `dlmrt.program.loop` by name; those that the program does not have are left out.
+
+        Raises:
+            UsageError: an id of the prompt is outside the vocabulary, or shifted logits behind an empty context.
         """
+        self._check_ids(arrays["prompt"])
+        self._check_shift(int(scalars["num_prefill"]))
         self.reset()
         self._store.reserve(positions, 0)
         key = ("loop", options)
@@ -194,9 +197,18 @@ class CpuDenoiser:
         )
 
     def _reserve(self, ids: Int32) -> None:
+        self._check_ids(ids)
+        self._store.reserve(self._length + len(ids), self._length)
+
+    def _check_ids(self, ids: npt.NDArray[np.generic]) -> None:
         if len(ids) and (np.min(ids) < 0 or np.max(ids) >= self.vocab_size):
             raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
-        self._store.reserve(self._length + len(ids), self._length)
+
+    def _check_shift(self, num_committed: int) -> None:
+        if self.diffusion.logit_shift and not num_committed:
+            raise UsageError(
+                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
+            )
 
     def _check_boundary(self, length: int) -> None:
         block = self.diffusion.canvas_length
@@ -252,15 +264,16 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     Raises:
         DeviceError: the model does not fit the memory, or DLMRT_CPU_ISA names an instruction set that cannot run here.
     """
+    if dtype not in (*FORMATS, "auto", "float16"):
+        raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cpu executor{nearest(dtype, (*FORMATS, 'auto'))}")
+    if dtype == "float16":
+        raise UnsupportedModelError("the cpu executor does not compute in float16; use bfloat16, or executor 'eager'")
     wanted = checkpoint.config.dtype if dtype == "auto" else dtype
-    if wanted == "float16":
-        wanted = "bfloat16" if dtype == "auto" else wanted
-    if wanted not in FORMATS:
-        raise UnknownOptionError(f"dtype {wanted!r} is not a type of the cpu executor{nearest(wanted, (*FORMATS, 'auto'))}")
+    wanted = "bfloat16" if wanted == "float16" else wanted
     _diffusion(checkpoint.config)
     return CpuDenoiser(
         {name: _raw(tensor) for name, tensor in checkpoint.tensors()},
-        checkpoint.config, dtype=wanted, num_threads=num_threads, isa=os.environ.get("DLMRT_CPU_ISA", ""),
+        checkpoint.config, dtype=wanted, num_threads=num_threads, isa=Environment.read().cpu_isa,
     )  # fmt: skip
 
 

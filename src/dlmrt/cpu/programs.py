@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from dlmrt.cpu.lower import DTYPES, PAGE_SIZE, Lowered, group_of, lower
 from dlmrt.cpu.memory import Bytes, address, aligned, array_of, check_fits, rope_tables
+from dlmrt.errors import DeviceError
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.qwen3 import EMBEDDING, HEAD
 from dlmrt.program.forwards import CONTEXT
@@ -60,7 +61,10 @@ class ProgramStore:
 
         self.config = config
         self.capacity = 0  # positions that the context holds
-        self.isa = isa
+        try:
+            self.isa = str(_native.instruction_set(isa))
+        except ValueError as error:
+            raise DeviceError(f"DLMRT_CPU_ISA: {error}") from error
         self._native = _native
         self._pool = _native.Pool(num_threads)
         self._params: Params | None = params

@@ -12,8 +12,10 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, cast
@@ -29,8 +31,17 @@ from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
 from dlmrt.decode.text import StopMatcher, TextCodec
 from dlmrt.decode.tokens import TokenTrace
-from dlmrt.errors import ContextLengthError, MissingDependencyError, UnknownOptionError, UsageError, nearest
+from dlmrt.errors import (
+    CheckpointError,
+    ContextLengthError,
+    MissingDependencyError,
+    UnknownOptionError,
+    UnsupportedModelError,
+    UsageError,
+    nearest,
+)
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.typed import shown
 from dlmrt.types import (
     CanvasEvent,
     DecodeConfig,
@@ -42,35 +53,49 @@ from dlmrt.types import (
     TokensEvent,
 )
 
+logger = logging.getLogger(__name__)
+
 Prompt = str | Sequence[int] | Sequence[Message]
 StreamEvent = TextEvent | CanvasEvent | TokensEvent | GenerateResult
 
-# In the order in which "auto" tries them: module with `load_denoiser`, package it needs, extra that brings it.
+# In the order in which "auto" tries them: module with `load_denoiser`, package it needs, how to get that.
 EXECUTORS: dict[str, tuple[str, str, str]] = {
-    "eager": ("dlmrt.eager.executor", "torch", "train"),
-    "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "cpu"),
+    "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "install dlmrt from a wheel, or with a C++17 compiler at hand"),
+    "eager": ("dlmrt.eager.executor", "torch", "pip install 'dlmrt[train]'"),
 }
 
+MAX_THREADS = 4096
 _OPEN_SLOT = "\u2591"
 
 
 def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_threads: int | None) -> Denoiser:
-    """Load `checkpoint` into `executor`; "auto" takes the first one whose package is installed.
+    """Load `checkpoint` into `executor`; "auto" takes the first one that is installed and knows the model.
 
     Raises:
         UnknownOptionError: no executor goes by that name.
         MissingDependencyError: the package of the executor is not installed.
     """
-    if executor != "auto" and executor not in EXECUTORS:
-        raise UnknownOptionError(f"unknown executor {executor!r}{nearest(executor, ('auto', *EXECUTORS))}")
-    for name in EXECUTORS if executor == "auto" else (executor,):
-        module, package, _ = EXECUTORS[name]
-        if importlib.util.find_spec(package) is not None:
+    if executor not in ("auto", *EXECUTORS):
+        raise UnknownOptionError(f"unknown executor {shown(executor)}{nearest(executor, ('auto', *EXECUTORS))}")
+    if num_threads is not None and (type(num_threads) is not int or not 1 <= num_threads <= MAX_THREADS):
+        raise UsageError(f"num_threads is {shown(num_threads)}; it must be a whole number within [1, {MAX_THREADS}]")
+    names = [name for name in EXECUTORS if executor in (name, "auto")]
+    for name in names:
+        module, package, way = EXECUTORS[name]
+        if importlib.util.find_spec(package) is None:
+            if name != names[-1]:
+                logger.warning("executor %s is not available (%s not installed): %s", name, package, way)
+            continue
+        try:
             loaded = importlib.import_module(module).load_denoiser(checkpoint, dtype=dtype, num_threads=num_threads)
-            return cast(Denoiser, loaded)
-    name = next(iter(EXECUTORS)) if executor == "auto" else executor
-    _, package, extra = EXECUTORS[name]
-    raise MissingDependencyError(f"executor {name!r} needs {package}, not installed; pip install 'dlmrt[{extra}]'")
+        except UnsupportedModelError as error:
+            if name == names[-1]:
+                raise
+            logger.info("executor %s is passed over: %s", name, error)
+            continue
+        return cast(Denoiser, loaded)
+    _, package, way = EXECUTORS[names[-1]]
+    raise MissingDependencyError(f"executor {names[-1]!r} needs {package}, not installed; {way}")
 
 
 class Engine:
@@ -98,10 +123,12 @@ class Engine:
         assert config.diffusion is not None
         self._diffusion: DiffusionConfig = config.diffusion
         self._denoiser: Denoiser | None = denoiser
-        self._banned = banned_ids(config, codec.vocab_size)
+        self._check_tokenizer(codec)
+        self._banned = banned_ids(config, codec.known_ids)
         self._allowed = np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), self._banned)
         self._lock = threading.Lock()
         self._running: threading.Event | None = None  # cancel flag of the request that holds the lock
+        self._holder: int | None = None  # thread that last worked on that request
 
     @classmethod
     def load(
@@ -121,6 +148,17 @@ class Engine:
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
         return cls(denoiser, checkpoint.config, codec, checkpoint.generation)
 
+    def _check_tokenizer(self, codec: TextCodec) -> None:
+        """Refuse a tokenizer that does not belong to the model, or that can write the mask token as text."""
+        mask = self._diffusion.mask_token_id
+        if mask in codec.known_ids - codec.special_ids:
+            raise CheckpointError(
+                f"mask_token_id {mask} is {codec.tokenizer.id_to_token(mask)!r}, an ordinary token of the tokenizer, "
+                "which text can contain; the mask must be a token of its own"
+            )
+        if not codec.known_ids & set(range(self.config.vocab_size)) - {mask}:
+            raise CheckpointError("the tokenizer has no token with a row in the embedding table; get the model's own")
+
     def __enter__(self) -> Self:
         return self
 
@@ -130,7 +168,15 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Free the weights; waits for a running request. Later calls raise UsageError."""
+        """Free the weights; waits for a running request. Later calls raise UsageError.
+
+        A stream that is open in the calling thread is not waited for: it ends as if cancelled when it is gone on with.
+        """
+        running = self._running
+        if running is not None and self._holder == threading.get_ident():
+            running.set()
+            self._denoiser = None
+            return
         with self._lock:
             self._denoiser = None
 
@@ -179,6 +225,11 @@ class Engine:
             tokens: also yield the ids of every closed block with their log-probabilities.
             num_top_logprobs: with `tokens`, also the log-probabilities of that many most probable ids.
         """
+        if type(num_top_logprobs) is not int or not 0 <= num_top_logprobs <= self.config.vocab_size:
+            limit = self.config.vocab_size
+            raise UsageError(f"num_top_logprobs is {shown(num_top_logprobs)}; it must be within [0, {limit}]")
+        if num_top_logprobs and not tokens:
+            raise UsageError("num_top_logprobs has no effect without tokens=True; set it, or leave both out")
         prompt_ids = self._prompt_ids(prompt)
         settings = self._fit(self.settings(config, **overrides), len(prompt_ids), with_overrides(config, overrides))
         reply = Reply(StopMatcher(settings.stop), self.tokenizer)
@@ -199,15 +250,37 @@ class Engine:
         """
         context_S = np.array(self._checked_ids(context_ids, "context_ids"), dtype=np.int32)
         canvas_L = np.array(self._checked_ids(canvas_ids, "canvas_ids", may_mask=True), dtype=np.int32)
+        if not len(canvas_L):
+            raise UsageError("canvas_ids is empty; give at least one id")
+        if residual is not None:
+            residual = np.asarray(residual, dtype=np.float32)
+            if residual.ndim != 2 or len(residual) != len(canvas_L) or not np.isfinite(residual).all():
+                raise UsageError(f"the residual must be finite and have one row for each of {len(canvas_L)} canvas ids")
         needed = len(context_S) + len(canvas_L)
         if needed > self.config.max_position_embeddings:
             limit = self.config.max_position_embeddings
             raise ContextLengthError(f"{needed} positions exceed the model's {limit}; pass fewer ids")
-        with self._lock:
+        with self._slot():
             denoiser = self._open_denoiser()
             denoiser.reset()
             prefill(denoiser, context_S, self._diffusion.canvas_length)
             return denoiser.forward(canvas_L, residual, None)
+
+    @contextmanager
+    def _slot(self) -> Iterator[None]:
+        """The right to use the denoiser, for one request at a time.
+
+        A stream that the main thread has left open would be waited for by the only thread that can go on with it.
+        """
+        me = threading.get_ident()
+        if self._holder == me == threading.main_thread().ident:
+            raise UsageError("a stream of this engine is open in this thread; exhaust it or call its close() first")
+        with self._lock:
+            self._holder = me
+            try:
+                yield
+            finally:
+                self._holder = None
 
     def _open_denoiser(self) -> Denoiser:
         if self._denoiser is None:
@@ -217,23 +290,31 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
-        elif len(prompt) and isinstance(prompt[0], Mapping):
-            ids = self.tokenizer.encode_messages(cast(Sequence[Message], prompt))
+        elif isinstance(prompt, Mapping):
+            raise UsageError("the prompt is a single message; put it into a list")
+        elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray | memoryview):
+            is_conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
+            ids = self.tokenizer.encode_messages(cast(Any, prompt)) if is_conversation else list(cast(Any, prompt))
         else:
-            ids = list(cast(Sequence[int], prompt))
+            raise UsageError(f"the prompt is a {type(prompt).__name__}; give text, a list of ids or a list of messages")
         if not ids:
             raise UsageError("the prompt is empty; give at least one token")
         return self._checked_ids(ids, "the prompt")
 
     def _checked_ids(self, ids: Sequence[int], name: str, *, may_mask: bool = False) -> list[int]:
-        known, mask = min(self.tokenizer.vocab_size, self.config.vocab_size), self._diffusion.mask_token_id
+        if not isinstance(ids, Sequence | np.ndarray) or isinstance(ids, str | bytes | bytearray | memoryview):
+            raise UsageError(f"{name} is a {type(ids).__name__}; give a list of ids")
+        known, mask = self.tokenizer.known_ids, self._diffusion.mask_token_id
+        largest = min(self.tokenizer.vocab_size, self.config.vocab_size) - 1
         for at, token in enumerate(ids):
             if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise UsageError(f"{name} holds {token!r} at position {at}; ids are integers")
+                raise UsageError(f"{name} holds {shown(token)} at position {at}; ids are integers")
             if token == mask and not may_mask:
                 raise UsageError(f"{name} holds id {mask} at position {at}, which is reserved for the mask; remove it")
-            if not 0 <= token < known and token != mask:
-                raise UsageError(f"{name} holds id {token} at position {at}; ids lie within [0, {known - 1}]")
+            if not 0 <= token <= largest and token != mask:
+                raise UsageError(f"{name} holds id {shown(token)} at position {at}; ids lie within [0, {largest}]")
+            if token not in known and token != mask:
+                raise UsageError(f"{name} holds id {token} at position {at}, which the tokenizer has no token for")
         return [int(token) for token in ids]
 
     def _fit(self, settings: ResolvedDecode, num_prompt: int, asked: DecodeConfig) -> ResolvedDecode:
@@ -258,13 +339,14 @@ class Engine:
     def _run(
         self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool
     ) -> Iterator[StreamEvent]:
-        with self._lock:
+        with self._slot():
             denoiser = self._open_denoiser()
             self._running = request.cancel
             trace = Trace(request)
             loop = run_loop(denoiser, request, wants_steps=canvas, keeps_residual=record)
             try:
                 for event in loop:
+                    self._holder = threading.get_ident()
                     trace.add(event, record=record)
                     if canvas and isinstance(event, StepEvent):
                         yield self._canvas_event(event)

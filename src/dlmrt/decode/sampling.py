@@ -17,6 +17,7 @@ entropy of processed logits as in transformers 5.24.0 models/diffusion_gemma. Th
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,13 +53,14 @@ class Prediction:
     probs_LV: Float32 | None = None  # the tempered, unfiltered distribution; only when asked for
 
 
-def banned_ids(config: ModelConfig, tokenizer_vocab_size: int) -> Int32:
+def banned_ids(config: ModelConfig, known_ids: Collection[int]) -> Int32:
     """Ids that may never be predicted or drawn as noise.
 
-    These are the mask token, head rows that the tokenizer does not know, and in mask models a padding token that is no
-    EOS id. Padding that is one stays and ends the answer; uniform models keep it, as their reference decoders do.
+    These are the mask token, head rows that the tokenizer has no token for, be they past its vocabulary or in a hole of
+    it, and in mask models a padding token that is no EOS id. EOS ids stay, with a token or without: they end the answer
+    and are never shown. So does padding that is one; uniform models keep it, as their reference decoders do.
     """
-    banned = set(range(min(tokenizer_vocab_size, config.vocab_size), config.vocab_size))
+    banned = set(range(config.vocab_size)).difference(known_ids, config.eos_token_ids)
     if config.diffusion is not None and config.diffusion.mask_token_id is not None:
         banned.add(config.diffusion.mask_token_id)
         if config.pad_token_id is not None and config.pad_token_id not in config.eos_token_ids:
@@ -77,12 +79,13 @@ def predict(
         open_L: slots that need a draw; the others get their argmax. None: all.
 
     Raises:
-        NonFiniteError: a logit is NaN or infinite; the message names block and step.
+        NonFiniteError: a logit is NaN or infinite, or becomes so when tempered; the message names block and step.
     """
-    if not np.isfinite(logits_LV).all():
-        raise non_finite_error(np.flatnonzero(~np.isfinite(logits_LV).all(axis=1)), block=block, step=step)
     rows = np.arange(len(logits_LV))
-    scaled = logits_LV / np.float32(sampling.temperature)
+    with np.errstate(over="ignore"):
+        scaled = logits_LV / np.float32(sampling.temperature)
+    if not np.isfinite(scaled).all():
+        raise non_finite_error(np.flatnonzero(~np.isfinite(scaled).all(axis=1)), block=block, step=step)
     scaled[:, banned] = -np.inf
     argmax_L = scaled.argmax(axis=1)
     scaled -= scaled[rows, argmax_L][:, None]

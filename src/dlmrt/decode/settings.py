@@ -19,15 +19,17 @@ are LLaDA2.1's `generate` (joint_threshold) and DiffusionGemma's generation_conf
 from __future__ import annotations
 
 import dataclasses
-import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from dlmrt.decode.indel import EditIds
 from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.typed import checked, section_of, shown
 from dlmrt.types import DecodeConfig
 
 RULE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -71,10 +73,10 @@ _INTEGERS: dict[str, tuple[int, int]] = {
 _FLOATS: dict[str, tuple[float, float]] = {
     "threshold": (0.0, 1.0),
     "edit_threshold": (0.0, 1.0),
-    "entropy_bound": (0.0, math.inf),
+    "entropy_bound": (0.0, 1e9),
     "t_min": (1e-3, 1e3),
     "t_max": (1e-3, 1e3),
-    "stop_entropy": (0.0, math.inf),
+    "stop_entropy": (0.0, 1e9),
     "temperature": (0.0, 1e3),
     "top_p": (0.0, 1.0),
     "min_p": (0.0, 1.0),
@@ -148,6 +150,8 @@ def with_overrides(config: DecodeConfig | None, overrides: Mapping[str, Any]) ->
     for name in overrides:
         if name not in names:
             raise UnknownOptionError(f"unknown decode option {name!r}{nearest(name, names)}")
+    if not isinstance(config, DecodeConfig | None):
+        raise UsageError(f"the settings are a {type(config).__name__}; pass a DecodeConfig, or keyword arguments")
     return dataclasses.replace(config or DecodeConfig(), **overrides)
 
 
@@ -166,22 +170,22 @@ def resolve(config: DecodeConfig, model: ModelConfig, generation_defaults: Mappi
         raise UsageError("config.json has no 'diffusion' section: an auto-regressive checkpoint; convert it first")
     section = _file_section(generation_defaults)
     rule = _rule(config, section, diffusion)
-    asked = {name: getattr(config, name) for name in (*_INTEGERS, *_FLOATS) if getattr(config, name) is not None}
-    if config.noise_seed == 0:
-        del asked["noise_seed"]
+    asked = {name: _plain(getattr(config, name)) for name in (*_INTEGERS, *_FLOATS)}
+    asked = {name: value for name, value in asked.items() if value is not None}
     from_file = _file_values(generation_defaults, section, rule)
     _check_ranges(asked, UsageError, "")
     _check_ranges(from_file, CheckpointError, "generation_config.json: ")
     _refuse_without_effect(asked, rule)
+    noise_seed = asked.pop("noise_seed", 0)
 
     values = {**_COMMON, **_BUILT_IN[rule], **from_file, **asked}
     values["canvas_length"] = _canvas_length(asked, diffusion)
     _finish_steps(values, rule, asked)
     if rule == "entropy_bound" and values["t_min"] > values["t_max"]:
         raise UsageError(f"t_min {values['t_min']} is above t_max {values['t_max']}; the schedule falls towards t_min")
-    if config.noise_seed and diffusion.noise == "mask":
+    if noise_seed and diffusion.noise == "mask":
         raise UsageError("noise_seed has no effect: this checkpoint has mask noise; leave it out")
-    if config.noise_seed and values["temperature"] > 0:
+    if noise_seed and values["temperature"] > 0:
         raise UsageError("noise_seed has no effect at temperature > 0, where the seed varies the noise; leave it out")
     if "seed" not in values:
         # 53 bits, so that a reported seed survives JSON readers that hold numbers as doubles.
@@ -190,29 +194,47 @@ def resolve(config: DecodeConfig, model: ModelConfig, generation_defaults: Mappi
     used |= set(RULE_FIELDS[rule])
     return ResolvedDecode(
         commit_rule=rule,
-        eos_token_ids=frozenset() if config.ignore_eos else _eos_ids(model, generation_defaults),
+        eos_token_ids=frozenset() if _flag(config, "ignore_eos") else _eos_ids(model, generation_defaults),
         stop_token_ids=_stop_ids(config, model),
         stop=_stop_strings(config),
-        use_residual=config.use_residual,
-        noise_seed=config.noise_seed,
+        use_residual=_flag(config, "use_residual"),
+        noise_seed=noise_seed,
         edit_ids=_edit_ids(rule, diffusion),
-        **{name: value for name, value in values.items() if name in used and name != "noise_seed"},
+        **{name: value for name, value in values.items() if name in used},
     )
 
 
+def _plain(value: Any) -> Any:
+    """A numpy number as Python's own, which records and JSON can hold; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _flag(config: DecodeConfig, name: str) -> bool:
+    """A switch of the request; None: its default. Text such as "false" would be true."""
+    value = _plain(getattr(config, name))
+    if value is None:
+        value = DecodeConfig.__dataclass_fields__[name].default
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} is {shown(value)}; it must be true or false")
+    return value
+
+
 def _rule(config: DecodeConfig, section: Mapping[str, Any], diffusion: DiffusionConfig) -> str:
-    for source, rule in (("", config.commit_rule), ("generation_config.json: ", section.get("commit_rule")),
-                         ("config.json: ", diffusion.commit_rule)):  # fmt: skip
-        if rule is not None:
-            if rule not in RULE_FIELDS:
-                raise UsageError(f"{source}unknown commit_rule {rule!r}{nearest(str(rule), RULE_FIELDS)}")
-            return str(rule)
-    raise AssertionError("DiffusionConfig.commit_rule has a default")
+    given: list[tuple[str, Any, type[UsageError] | type[CheckpointError]]] = [
+        ("", config.commit_rule, UsageError),
+        ("generation_config.json: ", section.get("commit_rule"), CheckpointError),
+        ("config.json: ", diffusion.commit_rule, CheckpointError),
+    ]
+    source, rule, error = next(entry for entry in given if entry[1] is not None)
+    if not isinstance(rule, str) or rule not in RULE_FIELDS:
+        hint = nearest(rule if isinstance(rule, str) else "", RULE_FIELDS)
+        raise error(f"{source}unknown commit_rule {shown(rule)}{hint}")
+    return rule
 
 
 def _file_section(defaults: Mapping[str, Any]) -> Mapping[str, Any]:
     """The `diffusion` section of generation_config.json: `commit_rule`, its fields, sampling and `max_tokens`."""
-    section = defaults.get("diffusion") or {}
+    section = section_of(defaults, "diffusion", "generation_config.json")
     names = {"commit_rule", "max_tokens", *_SAMPLING, *(field for fields in RULE_FIELDS.values() for field in fields)}
     for name in section:
         if name not in names:
@@ -223,10 +245,11 @@ def _file_section(defaults: Mapping[str, Any]) -> Mapping[str, Any]:
 def _file_values(defaults: Mapping[str, Any], section: Mapping[str, Any], rule: str) -> dict[str, Any]:
     """Defaults of the file by canonical name, only those that `rule` uses; null means not given."""
     values = {name: defaults.get(name) for name in _UPSTREAM}
-    if defaults.get("do_sample") is False:  # the file asks for argmax, whatever temperature it carries besides
+    do_sample = checked(bool | None, defaults.get("do_sample"), "generation_config.json: do_sample")
+    if do_sample is False:  # the file asks for argmax, whatever temperature it carries besides
         values |= {"temperature": 0.0, "top_k": None, "top_p": None, "min_p": None}
     values["max_tokens"] = defaults.get("max_new_tokens")
-    values["entropy_bound"] = (defaults.get("sampler_config") or {}).get("entropy_bound")
+    values["entropy_bound"] = section_of(defaults, "sampler_config", "generation_config.json").get("entropy_bound")
     # One upstream name, two meanings: an entropy for DiffusionGemma, a probability everywhere else.
     values["stop_entropy" if rule == "entropy_bound" else "threshold"] = defaults.get("confidence_threshold")
     values |= {name: value for name, value in section.items() if value is not None}
@@ -239,9 +262,9 @@ def _check_ranges(values: Mapping[str, Any], error: type[UsageError] | type[Chec
         kind, (low, high) = (int, _INTEGERS[name]) if name in _INTEGERS else ((int, float), _FLOATS[name])
         if isinstance(value, bool) or not isinstance(value, kind):
             wanted = "an integer" if kind is int else "a number"
-            raise error(f"{source}{name} must be {wanted}, not {value!r}")
-        if not low <= value <= high or value == math.inf:  # NaN fails the comparison
-            raise error(f"{source}{name} is {value}; it must be within [{low}, {high}]")
+            raise error(f"{source}{name} must be {wanted}, not {shown(value)}")
+        if not low <= value <= high:  # NaN fails the comparison
+            raise error(f"{source}{name} is {shown(value)}; it must be within [{low}, {high}]")
     if values.get("top_p") == 0:
         raise error(f"{source}top_p is 0 and keeps nothing; use temperature 0 for argmax, 1 for no filter")
     if 0 < values.get("temperature", 0) < 1e-3:
@@ -298,19 +321,37 @@ def _eos_ids(model: ModelConfig, defaults: Mapping[str, Any]) -> frozenset[int]:
     """EOS ids of both files: generation_config.json often names more than config.json, never fewer that matter."""
     given = defaults.get("eos_token_id")
     more = given if isinstance(given, list) else [] if given is None else [given]
-    return frozenset(model.eos_token_ids) | frozenset(int(token) for token in more)
+    ids = checked(tuple[int, ...], more, "generation_config.json: eos_token_id")
+    return frozenset(model.eos_token_ids) | frozenset(ids)
+
+
+def _several(value: Any, name: str) -> tuple[Any, ...]:
+    """Values of a setting that holds several; None: none of them."""
+    if not isinstance(value, list | tuple | None):
+        raise UsageError(f"{name} is {shown(value)}; it must be a list")
+    return tuple(map(_plain, value or ()))
 
 
 def _stop_ids(config: DecodeConfig, model: ModelConfig) -> frozenset[int]:
-    for token in config.stop_token_ids:
+    ids = _several(config.stop_token_ids, "stop_token_ids")
+    for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < model.vocab_size:
-            raise UsageError(f"stop_token_ids holds {token!r}; ids are integers within [0, {model.vocab_size - 1}]")
-    return frozenset(config.stop_token_ids)
+            raise UsageError(
+                f"stop_token_ids holds {shown(token)}; ids are integers within [0, {model.vocab_size - 1}]"
+            )
+        if model.diffusion is not None and token == model.diffusion.mask_token_id:
+            raise UsageError(f"stop_token_ids holds the mask token {token}, which no answer can contain; remove it")
+    return frozenset(ids)
 
 
 def _stop_strings(config: DecodeConfig) -> tuple[str, ...]:
-    given: Any = config.stop  # callers pass a bare string or a list all the same
-    stops = (given,) if isinstance(given, str) else tuple(given)
-    if any(not isinstance(stop, str) or not stop for stop in stops):
-        raise UsageError(f"stop is {given!r}; it must hold non-empty strings")
+    given: Any = config.stop  # callers pass a bare string all the same
+    stops = _several([given] if isinstance(given, str) else given, "stop")
+    for stop in stops:
+        if not isinstance(stop, str) or not stop:
+            raise UsageError(f"stop holds {shown(stop)}; it must hold non-empty strings")
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise UsageError(
+                f"stop holds {shown(stop)}, which is not valid Unicode and no answer can contain; remove it"
+            )
     return stops

@@ -7,8 +7,9 @@ Decoding is defined once, as a stream: ids are decoded one after the other behin
 while it ends in an incomplete character. `decode` is that stream pushed at once, so streamed and plain text cannot
 differ. An incomplete character at the very end is dropped.
 
-Left out on purpose: control tokens that a template assembles from pieces of several user strings, and tokenizers that
-prepend a space to each piece of text (those get it after every special token when a message holds special-token text).
+Left out on purpose: control tokens that a template itself makes out of other user text, by writing their beginning
+("<|" + role + "|>", which is meant so) or by changing letters; and tokenizers that prepend a space to each piece of
+text (those get it after every special token when a message holds special-token text).
 
 Source: rendering rules of transformers 5.24.0 utils/chat_template_utils.py (compared in tests); the idea of marking
 control tokens in user text before rendering is also theirs.
@@ -20,6 +21,7 @@ import itertools
 import json
 import re
 import threading
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
@@ -34,8 +36,10 @@ from tokenizers import AddedToken, Tokenizer
 
 from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import read_json
+from dlmrt.models.typed import shown
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode half a character to
+_MAX_DEPTH = 100  # of lists and objects in a message
 _MAX_PENDING = 8  # tokens; a character has at most four bytes, so more are not half a character but garbage
 
 
@@ -96,9 +100,14 @@ class TextCodec:
         )
 
     @cached_property
+    def known_ids(self) -> frozenset[int]:
+        """Ids that the tokenizer has a token for, added ones included; there may be holes between them."""
+        return frozenset(self.tokenizer.get_vocab(with_added_tokens=True).values())
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id that stands for text, added tokens included."""
-        return max(self.tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        return max(self.known_ids, default=-1) + 1
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -148,7 +157,13 @@ class TextCodec:
         marked_messages, num_marks = self._mark(messages, marker)
         marked_options, num_option_marks = self._mark(template_options, marker)
         if not num_marks + num_option_marks:
-            return self._encode(plain, specials=True, add=False)
+            ids = self._encode(plain, specials=True, add=False)
+            # A tokenizer that normalises text first can find control tokens in other text, e.g. of full width.
+            found = Counter(token for token in ids if token in self._special)
+            written = Counter(re.findall(self._special_pattern, plain))
+            if all(count <= written[self._special[token].content] for token, count in found.items()):
+                return ids
+            return self._encode_marked(plain, marker)
         marked = self._render(marked_messages, add_generation_prompt, marked_options)
         if marked.replace(marker, "") != plain:
             raise UsageError(
@@ -182,13 +197,15 @@ class TextCodec:
         template = self._template
         if not messages:
             raise UsageError("a conversation needs at least one message")
+        _check_values(messages, options)
         # A key with the value None would be rendered as "None"; templates handle its absence.
         given = [{key: value for key, value in message.items() if value is not None} for message in messages]
         values = {"tools": None, "documents": None, **self.variables, **options}
         try:
             return str(template.render(messages=given, add_generation_prompt=add_generation_prompt, **values))
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            raise UsageError(f"the chat template refuses these messages: {error}; check roles and contents") from error
+        except Exception as error:  # a template is a program: it can fail in any way, recursion and memory included
+            reason = str(error) or type(error).__name__
+            raise UsageError(f"the chat template refuses these messages: {reason}; check roles and contents") from error
 
     @cached_property
     def _template(self) -> Template:
@@ -207,18 +224,35 @@ class TextCodec:
         contents = sorted((token.content for token in self._special.values()), key=len, reverse=True)
         return "|".join(map(re.escape, contents)) or "(?!)"
 
+    @cached_property
+    def _special_beginnings(self) -> tuple[str, ...]:
+        """All proper beginnings of special-token texts."""
+        contents = [token.content for token in self._special.values()]
+        return tuple({content[:length] for content in contents for length in range(1, len(content))})
+
     def _marker(self, *texts: object) -> str:
         """A private-use character that occurs nowhere in `texts`, so that no user can forge it."""
-        everything = json.dumps([*texts, self._source], ensure_ascii=False, default=str)
-        return next(c for c in map(chr, itertools.count(0xF0000)) if c not in everything)
+        present = set(json.dumps([*texts, self._source], ensure_ascii=False))
+        marker = next((c for c in map(chr, range(0xF0000, 0x110000)) if c not in present), None)
+        if marker is None:
+            raise UsageError("the messages use up all private-use characters; remove some")
+        return marker
 
     def _mark(self, value: Any, marker: str) -> tuple[Any, int]:
-        """Copy of `value` with a marker before each special-token text in its strings, and the number of markers."""
+        """Copy of `value` with a marker before each special-token text in its strings, and the number of markers.
+
+        A string that ends in the beginning of such a text is marked there too: the template may put another behind it.
+        """
         if isinstance(value, str):
-            return re.subn(self._special_pattern, lambda match: marker + match[0], value)
+            marked, count = re.subn(self._special_pattern, lambda match: marker + match[0], value)
+            end = value.rstrip()  # templates strip
+            if not end.endswith(self._special_beginnings):
+                return marked, count
+            cut = len(end) - len(value) - 1
+            return marked[:cut] + marker + marked[cut:], count + 1
         if isinstance(value, Mapping):
-            pairs = {key: self._mark(item, marker) for key, item in value.items()}
-            return {key: item for key, (item, _) in pairs.items()}, sum(count for _, count in pairs.values())
+            pairs = [(self._mark(key, marker), self._mark(item, marker)) for key, item in value.items()]
+            return {key: item for (key, _), (item, _) in pairs}, sum(m + n for (_, m), (_, n) in pairs)
         if isinstance(value, list | tuple):
             items = [self._mark(item, marker) for item in value]
             return [item for item, _ in items], sum(count for _, count in items)
@@ -357,6 +391,32 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
+def _check_values(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
+    """Refuse what JSON cannot hold: a template would show other objects as text that nobody has looked at."""
+    for at, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise UsageError(f"message {at} is {shown(message)}; it must be an object with role and content")
+        if not isinstance(message.get("role"), str):
+            raise UsageError(f"message {at} has no role; give e.g. \"role\": \"user\"")
+        _check_json(message, f"message {at}")
+    _check_json(options, "a template option")
+
+
+def _check_json(value: Any, where: str, depth: int = 0) -> None:
+    if depth > _MAX_DEPTH:
+        raise UsageError(f"{where} is nested more than {_MAX_DEPTH} deep; flatten it")
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise UsageError(f"{where} has the key {shown(key)}; keys are text")
+            _check_json(item, where, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_json(item, where, depth + 1)
+    elif not isinstance(value, str | int | float | None):
+        raise UsageError(f"{where} holds {shown(value)}; it must be text, a number, a list or an object")
+
+
 def _read_optional(path: Path) -> dict[str, Any]:
     return read_json(path) if path.exists() else {}
 
@@ -385,9 +445,17 @@ def _config_ids(config: Mapping[str, Any]) -> set[int]:
 def _find_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     """chat_template.jinja, else the (default) template of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
-    if path.exists():
-        return path.read_text(encoding="utf-8")
+    try:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[0].get("template") if named else None
+    if not isinstance(template, str | None):
+        raise CheckpointError(
+            f"{folder / 'tokenizer_config.json'}: chat_template is {shown(template)}; it must be text"
+        )
+    return template

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -34,50 +34,67 @@ class ClientGone(Exception):
     """The client closed the connection; nobody waits for an answer."""
 
 
-async def read_json(receive: Receive, headers: Any, limits: BodyLimits) -> dict[str, Any]:
+async def read_json(receive: Receive, headers: Mapping[str, str], limits: BodyLimits) -> dict[str, Any]:
     """The JSON object in the body.
 
     Raises:
         ApiError: 408, 413, or 400 for what is not a JSON object of moderate depth.
         ClientGone: the connection was closed before the end of the body.
     """
+    body = _Body(receive, headers, limits.max_bytes)
     try:
         async with asyncio.timeout(limits.timeout_s):
-            body = await _read(receive, headers, limits.max_bytes)
+            await body.read()
     except TimeoutError:
+        if body.is_too_large:
+            raise body.refusal(must_close=True) from None
         raise ApiError(
             408, f"the body did not arrive within {limits.timeout_s:g} s; send it faster", code="body_timeout",
             must_close=True,
         ) from None  # fmt: skip
-    return parse_object(body)
+    return parse_object(b"".join(body.chunks))
 
 
-async def _read(receive: Receive, headers: Any, max_bytes: int) -> bytes:
-    declared = headers.get("content-length", "")
-    num_declared = int(declared) if declared.isascii() and declared.isdigit() else 0
-    is_waiting = headers.get("expect", "").lower() == "100-continue"
-    too_large = ApiError(413, f"the body has more than {max_bytes} bytes; shorten it", code="body_too_large")
-    if num_declared > max_bytes and (is_waiting or num_declared > _DISCARD_BYTES):
-        too_large.must_close = True
-        raise too_large
-    chunks: list[bytes] = []
-    size, is_last = 0, False
-    while not is_last:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientGone
-        size += len(message.get("body", b""))
-        is_last = not message.get("more_body", False)
-        if size <= max_bytes:
-            chunks.append(message.get("body", b""))
-        elif size > _DISCARD_BYTES:
-            too_large.must_close = True
-            raise too_large
-        else:
-            chunks.clear()
-    if size > max_bytes:
-        raise too_large
-    return b"".join(chunks)
+class _Body:
+    """A body as it arrives."""
+
+    def __init__(self, receive: Receive, headers: Mapping[str, str], max_bytes: int) -> None:
+        self._receive, self._headers, self._max_bytes = receive, headers, max_bytes
+        self._size = 0
+        self.chunks: list[bytes] = []
+
+    @property
+    def is_too_large(self) -> bool:
+        """Whether more has come than may."""
+        return self._size > self._max_bytes
+
+    def refusal(self, *, must_close: bool = False) -> ApiError:
+        """The answer to a body that is too large."""
+        message = f"the body has more than {self._max_bytes} bytes; shorten it"
+        return ApiError(413, message, code="body_too_large", must_close=must_close)
+
+    async def read(self) -> None:
+        """Read to the end, throwing away what is too much."""
+        declared = self._headers.get("content-length", "")
+        num_declared = int(declared) if declared.isascii() and declared.isdigit() else 0
+        may_wait = self._headers.get("expect", "").lower() == "100-continue"
+        if num_declared > self._max_bytes and (may_wait or num_declared > _DISCARD_BYTES):
+            raise self.refusal(must_close=True)
+        is_last = False
+        while not is_last:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGone
+            self._size += len(message.get("body", b""))
+            is_last = not message.get("more_body", False)
+            if not self.is_too_large:
+                self.chunks.append(message.get("body", b""))
+            elif self._size > _DISCARD_BYTES:
+                raise self.refusal(must_close=True)
+            else:
+                self.chunks.clear()
+        if self.is_too_large:
+            raise self.refusal()
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

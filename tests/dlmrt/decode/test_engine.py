@@ -21,7 +21,14 @@ from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode import engine as engine_module
 from dlmrt.decode.engine import Engine
 from dlmrt.eager.executor import EagerDenoiser
-from dlmrt.errors import ContextLengthError, MissingDependencyError, NonFiniteError, UnknownOptionError, UsageError
+from dlmrt.errors import (
+    CheckpointError,
+    ContextLengthError,
+    MissingDependencyError,
+    NonFiniteError,
+    UnknownOptionError,
+    UsageError,
+)
 from dlmrt.models.config import ModelConfig, ResidualConfig
 from dlmrt.testing import (
     END,
@@ -404,14 +411,15 @@ def test_k12_a_head_wider_than_the_tokenizer() -> None:
 
 
 def test_k20_a_checkpoint_whose_own_settings_are_wrong_is_refused_at_load() -> None:
-    with pytest.raises(UsageError, match="commit_rule"):
+    with pytest.raises(CheckpointError, match=r"config\.json: unknown commit_rule 'unmask_all'"):
         scripted_engine(hashed, config=tiny_config(diffusion={"commit_rule": "unmask_all"}))
     with pytest.raises(UsageError, match="auto-regressive"):
         scripted_engine(hashed, config=dataclasses.replace(tiny_config(), diffusion=None))
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
-    monkeypatch.setattr(engine_module, "EXECUTORS", {"eager": ("dlmrt.eager.executor", "no_such_package", "train")})
+    row = ("dlmrt.eager.executor", "no_such_package", "pip install 'dlmrt[train]'")
+    monkeypatch.setattr(engine_module, "EXECUTORS", {"eager": row})
     for executor in ("auto", "eager"):
         with pytest.raises(MissingDependencyError, match=r"dlmrt\[train\]"):
             Engine.load(checkpoint, executor=executor)

@@ -50,7 +50,7 @@ def loop_events(
     **fields: Any,
 ) -> list[Any]:  # fmt: skip
     assert config.diffusion is not None
-    banned = banned_ids(config, VOCAB_SIZE)
+    banned = banned_ids(config, range(VOCAB_SIZE))
     request = LoopRequest(
         prompt_S=np.array(prompt, dtype=np.int32), settings=resolve(DecodeConfig(**fields), config, {}),
         diffusion=config.diffusion, banned=banned, cancel=cancel or threading.Event(),

@@ -81,7 +81,7 @@ def test_the_logits_are_left_as_they_are() -> None:
 def test_banned_ids_are_never_drawn() -> None:
     """K12, K20: the mask id and ids beyond the tokenizer's are out at any temperature."""
     config = tiny_config(vocab_size=320)
-    banned = banned_ids(config, VOCAB_SIZE)
+    banned = banned_ids(config, range(VOCAB_SIZE))
     assert banned.tolist() == [MASK, *range(VOCAB_SIZE, 320)]
     logits = np.zeros((64, 320), dtype=np.float32)
     logits[:, [300, MASK]] = 50.0

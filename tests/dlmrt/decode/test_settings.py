@@ -14,6 +14,7 @@ from dlmrt.testing import END, END_OF_TEXT, tiny_config
 from dlmrt.types import DecodeConfig
 
 MASKED = tiny_config()
+INDEL = tiny_config(diffusion={"delete_token_id": 1, "split_token_id": 2})
 UNIFORM = tiny_config(diffusion={"noise": "uniform", "commit_rule": "entropy_bound"})
 FILE = {
     "max_new_tokens": 16, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [7, END],
@@ -71,10 +72,10 @@ def test_a_field_without_effect_is_refused(rule: str, field: str) -> None:
     """K70"""
     config = DecodeConfig(commit_rule=rule, **{field: VALUES[field]})
     if field in RULE_FIELDS[rule]:
-        assert getattr(resolve(config, MASKED, {}), field) == getattr(config, field)
+        assert getattr(resolve(config, INDEL, {}), field) == getattr(config, field)
         return
     with pytest.raises(UsageError, match=f"{field} has no effect"):
-        resolve(config, MASKED, {})
+        resolve(config, INDEL, {})
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_template_sources(tmp_path):
     [
         ([], "at least one"),
         ([{"role": "robot", "content": "x"}], "unknown role robot"),
-        ([{"content": "x"}], "refuses"),
+        ([{"content": "x"}], "message 0 has no role"),
     ],
 )
 def test_refused_messages(codec, messages, named):

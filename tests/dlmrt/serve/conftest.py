@@ -19,7 +19,7 @@ from dlmrt.serve.service import ServeConfig, Service
 from dlmrt.testing import END, RequestView, encode_bytes, peaked, scripted_engine, tiny_config
 from dlmrt.types import Float32, Int32
 
-WAIT_S = 60  # the longest that a condition may take on a busy machine
+WAIT_S = 30  # the longest that a condition may take on a busy machine
 
 
 @dataclass

@@ -223,7 +223,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 def tool_engine(answer: list[int]) -> Engine:
     """A vocabulary with tool-call markers as special tokens and a template that reads tools."""
-    template = "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[-1].content }}"
     codec = byte_codec(template=template)
     codec.tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<tool_call>", "</tool_call>")])
     codec = type(codec)(codec.tokenizer, template=template)

@@ -60,7 +60,7 @@ def test_k48_neutral_values_pass_and_others_are_refused_by_name(endpoint: Any) -
     for name, values in NEUTRAL.items():
         for value in values:
             assert call(endpoint, **{name: value}) == call(endpoint)
-        for other in (0.5, "x", True if values[0] is not True else False):
+        for other in (0.5, "x", values[0] is not True):
             error = refusal(endpoint, **{name: other})
             assert (error.param, error.code) == (name, "unsupported_parameter")
 
@@ -117,9 +117,11 @@ def test_two_spellings_agree_or_are_refused() -> None:
         ({"top_logprobs": 2}, "top_logprobs"), ({"logprobs": 2, "top_logprobs": 3}, "top_logprobs"),
         ({"echo": True, "logprobs": True}, "echo"), ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"stream": True, "stream_options": {"other": 1}}, "stream_options"), ({"stop": ["a"] * 65}, "stop"),
-        ({"stop": 5}, "stop"), ({"diffusion": []}, "diffusion"), ({"diffusion": {"return_canvas": True}}, "return_canvas"),
+        ({"stop": 5}, "stop"), ({"diffusion": []}, "diffusion"),
+        ({"diffusion": {"return_canvas": True}}, "return_canvas"),
         ({"seed": 1.5}, "seed"), ({"temperature": "0"}, "temperature"), ({"stream_mode": "x"}, "stream_mode"),
-        ({"model": 5}, "model"), ({"diffusion": {"seed_canvas": "x"}}, "seed_canvas"), ({"total_steps": 5}, "total_steps"),
+        ({"model": 5}, "model"), ({"total_steps": 5}, "total_steps"),
+        ({"diffusion": {"seed_canvas": "x"}}, "seed_canvas"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("endpoint", ["chat", "completions"])

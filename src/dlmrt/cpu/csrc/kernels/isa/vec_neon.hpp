@@ -18,6 +18,7 @@ struct I32 {
   int32x4_t v[4];
 };
 
+// clang-format off: one operation a line reads as the table it is
 #define DLMRT_QUADS for (int q = 0; q < 4; q++)
 inline F32 load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }
 inline I32 load(const int32_t* p) { return {{vld1q_s32(p), vld1q_s32(p + 4), vld1q_s32(p + 8), vld1q_s32(p + 12)}}; }
@@ -70,7 +71,8 @@ inline I32 bits(F32 x) { I32 r; DLMRT_QUADS r.v[q] = as_int(x.v[q]); return r; }
 inline F32 from_bits(I32 x) { F32 r; DLMRT_QUADS r.v[q] = as_float(x.v[q]); return r; }
 inline I32 blend(const uint32x4_t (&mask)[4], I32 x, I32 y) { DLMRT_QUADS y.v[q] = vbslq_s32(mask[q], x.v[q], y.v[q]); return y; }
 inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
-  const uint32x4_t m[4] = {vcgtq_s32(a.v[0], b.v[0]), vcgtq_s32(a.v[1], b.v[1]), vcgtq_s32(a.v[2], b.v[2]), vcgtq_s32(a.v[3], b.v[3])};
+  uint32x4_t m[4];
+  DLMRT_QUADS m[q] = vcgtq_s32(a.v[q], b.v[q]);
   return blend(m, x, y);
 }
 inline I32 select(unsigned mask, I32 x, I32 y) {
@@ -125,6 +127,7 @@ inline I32 load_u8(const uint8_t* p) {
            vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(hi))), vreinterpretq_s32_u32(vmovl_u16(vget_high_u16(hi)))}};
 }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
+// clang-format on
 
 // ---- products of one step. Register tiles within 32 registers.
 constexpr int kMaxRows = 4;

@@ -17,6 +17,7 @@ struct I32 {
   int32_t v[16];
 };
 
+// clang-format off: one operation a line reads as the table it is
 #define DLMRT_LANES for (int i = 0; i < 16; i++)
 template <class To, class From>
 inline To bit_cast(From x) {
@@ -104,6 +105,7 @@ inline I32 load_u16(const uint16_t* p) { I32 r; DLMRT_LANES r.v[i] = p[i]; retur
 inline void store_low8(uint8_t* p, I32 v) { DLMRT_LANES p[i] = static_cast<uint8_t>(v.v[i]); }
 inline I32 load_u8(const uint8_t* p) { I32 r; DLMRT_LANES r.v[i] = p[i]; return r; }
 inline void prefetch(const void*) {}
+// clang-format on
 
 // ---- products of one step
 constexpr int kMaxRows = 4;

@@ -1,0 +1,313 @@
+"""The native loop against the readable one over the eager executor: event for event, token for token (fp32)."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import threading
+
+import numpy as np
+import pytest
+from pairs import draw_params, fast, make_cpu, make_eager, request_for, slow, with_adapter
+
+from dlmrt.decode.loop import BlockEvent, PrefillEvent, StepEvent
+from dlmrt.errors import NonFiniteError, UsageError
+from dlmrt.testing import END, tiny_config
+
+RULES = {
+    "threshold": {"threshold": 0.02},
+    "joint_threshold": {"threshold": 0.02, "edit_threshold": 0.012, "max_post_edit_steps": 3},
+    "entropy_bound": {"entropy_bound": 10.0, "max_denoising_steps": 6, "stop_entropy": 4.9},
+    "steps": {"max_denoising_steps": 3},
+}
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "drawn": {"temperature": 0.7, "seed": 11},
+    "filtered": {"temperature": 1.1, "seed": 12, "top_k": 30, "top_p": 0.8, "min_p": 0.02},
+}
+MODELS = {
+    "mask": {},
+    "mask_shift": {"diffusion": {"logit_shift": 1}},
+    "mask_grid_blocks": {"diffusion": {"context_attention": "block_causal", "block_anchor": "position_zero"}},
+    "mask_grid_causal": {"diffusion": {"block_anchor": "position_zero", "in_block_attention": "causal"}},
+    "mask_residual": {"residual": with_adapter()},
+    "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
+    "uniform": {"diffusion": {"noise": "uniform"}},
+    "uniform_residual_grid": {"residual": with_adapter(), "diffusion": {"noise": "uniform", "block_anchor": "position_zero"}},
+    "autoregressive": {
+        "diffusion": {"canvas_length": 1, "noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def models():
+    """Both executors of a model, made once."""
+    made = {}
+
+    def get(name):
+        if name not in made:
+            config = tiny_config(**MODELS[name])
+            params = draw_params(config, seed=len(made))
+            made[name] = config, make_eager(config, params), make_cpu(config, params)
+        return made[name]
+
+    return get
+
+
+def assert_same(slow_events, fast_events):
+    """Decisions exactly, statistics within rounding."""
+    assert [type(event) for event in fast_events] == [type(event) for event in slow_events]
+    for ours, theirs in zip(fast_events, slow_events, strict=True):
+        if isinstance(ours, PrefillEvent):
+            assert ours == theirs
+        elif isinstance(ours, BlockEvent):
+            assert (ours.block_idx, ours.start, ours.answer, ours.end_reason) == (
+                theirs.block_idx, theirs.start, theirs.answer, theirs.end_reason)  # fmt: skip
+            np.testing.assert_array_equal(ours.ids_L, theirs.ids_L)
+            assert [without_entropy(f) for f in ours.forwards] == [without_entropy(f) for f in theirs.forwards]
+            for one, other in zip(ours.forwards, theirs.forwards, strict=True):
+                assert one.mean_entropy == pytest.approx(other.mean_entropy, abs=1e-4)
+        else:
+            assert_same_step(ours, theirs)
+
+
+def assert_same_step(ours, theirs):
+    for field in dataclasses.fields(ours.state):
+        if field.name not in ("residual_LD", "entropy_L"):
+            np.testing.assert_array_equal(getattr(ours.state, field.name), getattr(theirs.state, field.name), field.name)
+    for field in dataclasses.fields(ours.after):
+        np.testing.assert_array_equal(getattr(ours.after, field.name), getattr(theirs.after, field.name), field.name)
+    assert ours.num_settled == theirs.num_settled
+    for name in ("argmax_L", "token_L"):
+        np.testing.assert_array_equal(getattr(ours.prediction, name), getattr(theirs.prediction, name), name)
+    for name in ("argmax_confidence_L", "confidence_L", "entropy_L"):
+        np.testing.assert_allclose(getattr(ours.prediction, name), getattr(theirs.prediction, name), rtol=1e-4, atol=1e-5)
+    assert (ours.state.residual_LD is None) == (theirs.state.residual_LD is None)
+    if ours.state.residual_LD is not None:
+        np.testing.assert_allclose(ours.state.residual_LD, theirs.state.residual_LD, atol=1e-3)
+
+
+def without_entropy(forward):
+    return dataclasses.replace(forward, mean_entropy=0.0)
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_native_loop_equals_the_readable_one(models, name, rule, rng):
+    config, eager, cpu = models(name)
+    settings = dict(RULES[rule])
+    if config.diffusion.canvas_length == 1:
+        settings |= {"max_denoising_steps": 1} if rule == "steps" else {}
+    for sampling in SAMPLINGS.values():
+        prompt = rng.integers(0, 250, int(rng.integers(9, 40)))
+        asked = {"commit_rule": rule, "max_tokens": int(rng.integers(1, 40)), **settings, **sampling}
+        request = request_for(config, prompt, stop_token_ids=tuple(rng.integers(0, 250, 4).tolist()), **asked)
+        assert_same(slow(eager, request), fast(cpu, request))
+
+
+def test_random_requests_equal(models, rng):
+    """Many small requests over all dimensions at once; every end reason occurs."""
+    reasons = set()
+    for _ in range(60):
+        name, rule, sampling = (str(rng.choice(sorted(table))) for table in (MODELS, RULES, SAMPLINGS))
+        config, eager, cpu = models(name)
+        if config.diffusion.canvas_length == 1:
+            continue
+        prompt = rng.integers(0, 250, int(rng.integers(8, 30)))
+        asked = {
+            "commit_rule": rule, "max_tokens": int(rng.integers(1, 24)), **RULES[rule], **SAMPLINGS[sampling],
+            "stop_token_ids": tuple(rng.integers(0, 250, int(rng.integers(0, 12))).tolist()),
+            "use_residual": bool(rng.random() < 0.7), "ignore_eos": bool(rng.random() < 0.2),
+        }  # fmt: skip
+        request = request_for(config, prompt, **asked)
+        events = slow(eager, request)
+        assert_same(events, fast(cpu, request))
+        reasons.add(events[-1].end_reason)
+    assert {"max_tokens", "stop_token"} <= reasons
+
+
+def test_eos_ends_the_answer_inside_a_block():
+    """A model that is sure of EOS everywhere; the stop id counts and nothing after it does."""
+    config = tiny_config()
+    params = draw_params(config)
+    params["model.norm.weight"][:] = 0
+    params["model.norm.weight"][0] = 5
+    params["model.embed_tokens.weight"][:, 0] = 0.1
+    params["model.embed_tokens.weight"][END, 0] = 9
+    eager, cpu = make_eager(config, params), make_cpu(config, params)
+    request = request_for(config, [1, 2, 3], commit_rule="steps", max_denoising_steps=4, max_tokens=50)
+    events = slow(eager, request)
+    assert_same(events, fast(cpu, request))
+    assert events[-1].end_reason in ("eos", "max_tokens")
+
+
+def test_the_step_loop_over_the_cpu_executor_gives_the_same_bytes(models, rng):
+    """Python driving the same forwards: only who decides differs. Decisions are equal, hidden numbers too."""
+    config, _, cpu = models("mask_residual")
+    request = request_for(config, rng.integers(0, 250, 20), max_tokens=24, **RULES["threshold"])
+    by_hand, native = slow(cpu, request), fast(cpu, request)
+    assert_same(by_hand, native)
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_thread_counts_give_the_same_bytes(threads, rng):
+    config = tiny_config(residual=with_adapter())
+    params = draw_params(config)
+    one, many = make_cpu(config, params, num_threads=1), make_cpu(config, params, num_threads=threads)
+    for sampling in SAMPLINGS.values():
+        request = request_for(config, rng.integers(0, 250, 21), max_tokens=30, **RULES["threshold"], **sampling)
+        assert_bit_equal(fast(one, request), fast(many, request))
+
+
+def assert_bit_equal(some, others):
+    assert len(some) == len(others)
+    for a, b in zip(some, others, strict=True):
+        if isinstance(a, StepEvent):
+            for one, other in ((a.state, b.state), (a.after, b.after), (a.prediction, b.prediction)):
+                for field in dataclasses.fields(one):
+                    np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
+        elif isinstance(a, BlockEvent):
+            assert (a.answer, a.forwards, a.end_reason) == (b.answer, b.forwards, b.end_reason)
+
+
+def test_a_request_does_not_see_the_one_before(rng):
+    """K05: 200 pairs; the second, shorter request gives the bytes of a fresh engine."""
+    config = tiny_config(num_layers=1, residual=with_adapter(), diffusion={"logit_shift": 1})
+    params = draw_params(config)
+    used = make_cpu(config, params)
+    for _ in range(200):
+        first, second = rng.integers(0, 250, int(rng.integers(60, 101))), rng.integers(0, 250, int(rng.integers(1, 41)))
+        settings = {"max_tokens": 10, **RULES["threshold"]}
+        fast(used, request_for(config, first, **settings))
+        request = request_for(config, second, **settings)
+        events = fast(used, request)
+        fresh = make_cpu(config, params)
+        assert_bit_equal(events, fast(fresh, request))
+        logits = []
+        for denoiser in (used, fresh):
+            denoiser.reset()
+            denoiser.extend(second.astype(np.int32))
+            logits.append(denoiser.forward(events[1].state.canvas_L, None, None))
+        np.testing.assert_array_equal(*logits)
+
+
+def test_a_stop_string_ends_the_answer_where_the_readable_loop_ends_it(models, rng):
+    """The watch decides how many of the settled ids count; what the loop did further ahead is dropped."""
+    for name, target in itertools.product(("mask", "mask_residual", "uniform"), (1, 5, 11, 17)):
+        config, eager, cpu = models(name)
+        prompt = rng.integers(0, 250, 14)
+        results = []
+        for run, denoiser in ((slow, eager), (fast, cpu)):
+            seen = []
+
+            def watch(ids, seen=seen):
+                count = min(len(ids), target - len(seen))
+                seen += ids
+                return count if len(seen) >= target else None
+
+            request = request_for(config, prompt, watch=watch, stop=("x",), max_tokens=40, **RULES["threshold"])
+            results.append(run(denoiser, request))
+        assert_same(*results)
+        assert results[1][-1].end_reason == "stop_string"
+        assert sum(len(e.answer) for e in results[1] if isinstance(e, BlockEvent)) == target
+
+
+def test_cancel_before_the_start_runs_no_forward(models):
+    config, eager, cpu = models("mask")
+    cancel = threading.Event()
+    cancel.set()
+    request = request_for(config, range(30), cancel=cancel, max_tokens=20)
+    events = fast(cpu, request)
+    assert_same(slow(eager, request), events)
+    assert events[-1].end_reason == "cancelled" and events[0].forwards == ()
+
+
+def test_cancel_between_two_events_ends_there(models, rng):
+    """As in the readable loop: steps that ran ahead of the reader are not part of the answer."""
+    from dlmrt.decode.loop import decode
+    from dlmrt.decode.native import run_loop
+
+    config, eager, cpu = models("mask")
+    prompt, results = rng.integers(0, 250, 10), []
+    for loop, denoiser in ((decode, eager), (run_loop, cpu)):
+        cancel = threading.Event()
+        request = request_for(config, prompt, cancel=cancel, max_tokens=60, **RULES["threshold"])
+        events = []
+        for event in loop(denoiser, request):
+            events.append(event)
+            if len(events) == 6:
+                cancel.set()
+        results.append(events)
+    assert_same(*results)
+    assert results[1][-1].end_reason == "cancelled"
+
+
+def test_cancel_from_another_thread_ends_a_long_answer(models):
+    config, _, cpu = models("mask")
+    cancel = threading.Event()
+    request = request_for(config, range(10), cancel=cancel, max_tokens=400, ignore_eos=True, threshold=1.0)
+    timer = threading.Timer(0.02, cancel.set)
+    timer.start()
+    events = fast(cpu, request)
+    timer.join()
+    assert events[-1].end_reason in ("cancelled", "max_tokens")
+    assert fast(cpu, request_for(config, range(10), max_tokens=3))[-1].end_reason == "max_tokens"
+
+
+def test_a_reader_that_leaves_stops_the_loop(models):
+    from dlmrt.decode.native import run_loop
+
+    config, _, cpu = models("mask")
+    stream = run_loop(cpu, request_for(config, range(10), max_tokens=400, threshold=1.0))
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    assert fast(cpu, request_for(config, range(10), max_tokens=3))[-1].end_reason == "max_tokens"
+
+
+def test_a_slow_reader_loses_nothing(models, rng):
+    """The ring is shorter than this answer: the loop waits for the reader."""
+    config, eager, cpu = models("mask")
+    request = request_for(config, rng.integers(0, 250, 10), max_tokens=160, ignore_eos=True, threshold=1.0)
+    events = fast(cpu, request)
+    assert sum(isinstance(event, StepEvent) for event in events) == 160
+    assert_same(slow(eager, request), events)
+
+
+def test_nan_fails_the_request_and_not_the_next_one(rng):
+    """K11: NaN in one embedding row poisons the requests that contain it, with block, step and slots, and no other."""
+    config = tiny_config()
+    params = draw_params(config)
+    params["model.embed_tokens.weight"][77] = np.nan
+    params["lm_head.weight"] = draw_params(config, seed=9)["model.embed_tokens.weight"]
+    untied = dataclasses.replace(config, tie_word_embeddings=False)
+    for dtype in ("float32", "bfloat16", "int8"):
+        cpu = make_cpu(untied, params, dtype=dtype)
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0, 1, 2, 3, 4, 5, 6, 7\]"):
+            fast(cpu, request_for(untied, [5, 77, 6], max_tokens=8))
+        good = request_for(untied, [5, 78, 6], max_tokens=8)
+        fresh = make_cpu(untied, params, dtype=dtype)
+        assert_bit_equal(fast(cpu, good), fast(fresh, good))
+
+
+def test_flat_logits_cannot_spin():
+    """K09: no confidence ever passes 1, no EOS comes: one position a step, and the length limit ends it."""
+    config = tiny_config(diffusion={"canvas_length": 32})
+    params = {name: np.zeros_like(values) for name, values in draw_params(config).items()}
+    request = request_for(config, [1, 2, 3], threshold=0.99, max_tokens=96, ignore_eos=True)
+    events = fast(make_cpu(config, params), request)
+    steps = [event for event in events if isinstance(event, StepEvent)]
+    assert len(steps) <= 96 and all(step.state.committed_L.any() for step in steps)
+    assert events[-1].end_reason == "max_tokens"
+    assert_same(slow(make_eager(config, params), request), events)
+
+
+def test_shifted_logits_need_a_committed_token(rng):
+    """A prompt shorter than one block of a grid at zero leaves nothing before slot 0."""
+    config = tiny_config(diffusion={"logit_shift": 1, "block_anchor": "position_zero"})
+    params = draw_params(config)
+    request = request_for(config, [1, 2, 3], max_tokens=4)
+    for run, denoiser in ((slow, make_eager(config, params)), (fast, make_cpu(config, params))):
+        with pytest.raises(UsageError, match="commit one token first"):
+            run(denoiser, request)
