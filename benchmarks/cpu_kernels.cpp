@@ -1,8 +1,9 @@
 // Kernel efficiency as ratios of what this machine can do, all measured in turn in one run. The last line is JSON.
 //
-// Compute: the instruction peak of one core (independent chains in registers) and the kernel, alternating, by the thread's CPU
-// time, so that other processes cost accuracy but do not fake slowness. Bandwidth and ratios between kernels: the same pairs by
-// wall time. Weights are cycled through more than 190 MB, as they come from memory in a real forward.
+// Compute: the instruction peak of one core (independent chains in registers) and the kernel, alternating, by the
+// thread's CPU time, so that other processes cost accuracy but do not fake slowness. Bandwidth and ratios between
+// kernels: the same pairs by wall time. Weights are cycled through more than 190 MB, as they come from memory in a real
+// forward.
 //
 // Usage: bench_kernels [--isa NAME] [--pairs N] [--only TEXT]
 // Left out: several threads, AMX, NUMA. Source: ours; method from docs/design.md (CPU benchmarks on shared cores).
@@ -51,13 +52,14 @@ struct Buffer {
 // ---- peaks: twelve independent chains of one instruction
 #if defined(__x86_64__)
 #define CHAIN(I, REG, INS) INS " %%" REG "14,%%" REG "15,%%" REG #I "\n\t"
-#define CHAINS(REG, INS)                                                                                                        \
-  [](int64_t n) {                                                                                                               \
-    for (int64_t i = 0; i < n; i++)                                                                                             \
-      asm volatile(CHAIN(0, REG, INS) CHAIN(1, REG, INS) CHAIN(2, REG, INS) CHAIN(3, REG, INS) CHAIN(4, REG, INS)               \
-                       CHAIN(5, REG, INS) CHAIN(6, REG, INS) CHAIN(7, REG, INS) CHAIN(8, REG, INS) CHAIN(9, REG, INS)           \
-                           CHAIN(10, REG, INS) CHAIN(11, REG, INS)::                                                            \
-                       : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9", "xmm10", "xmm11");     \
+#define CHAINS(REG, INS)                                                                                              \
+  [](int64_t n) {                                                                                                     \
+    for (int64_t i = 0; i < n; i++)                                                                                   \
+      asm volatile(CHAIN(0, REG, INS) CHAIN(1, REG, INS) CHAIN(2, REG, INS) CHAIN(3, REG, INS) CHAIN(4, REG, INS)     \
+                       CHAIN(5, REG, INS) CHAIN(6, REG, INS) CHAIN(7, REG, INS) CHAIN(8, REG, INS) CHAIN(9, REG, INS) \
+                           CHAIN(10, REG, INS) CHAIN(11, REG, INS)::                                                  \
+                               : "xmm0", "xmm1", "xmm2", "xmm3", "xmm4", "xmm5", "xmm6", "xmm7", "xmm8", "xmm9",      \
+                                 "xmm10", "xmm11");                                                                   \
   }
 #endif
 
@@ -91,15 +93,30 @@ struct Layer {  // copies of one weight, enough to leave the caches, and rows to
   Buffer<uint8_t> cells, scratch;
 
   Layer(DType dtype, int64_t m, int64_t n, int64_t k)
-      : dtype(dtype), m(m), n(n), k(k), group(dtype == DType::kNVFP4 ? 16 : dtype == DType::kInt4 ? 128 : 0),
-        copies(std::max<int64_t>(2, 192'000'000 / bytes_of(dtype, n, k, group))), panels(copies * bytes_of(dtype, n, k, group)),
-        scale(n), scales(m), out(m * n), sum(n), cells(operand_bytes(input(), m, k)), scratch(k * 40) {}
-  static int64_t bytes_of(DType t, int64_t n, int64_t k, int64_t group) { return num_panels(n) * panel_bytes(t, group, k); }
+      : dtype(dtype),
+        m(m),
+        n(n),
+        k(k),
+        group(dtype == DType::kNVFP4  ? 16
+              : dtype == DType::kInt4 ? 128
+                                      : 0),
+        copies(std::max<int64_t>(2, 192'000'000 / bytes_of(dtype, n, k, group))),
+        panels(copies * bytes_of(dtype, n, k, group)),
+        scale(n),
+        scales(m),
+        out(m * n),
+        sum(n),
+        cells(operand_bytes(input(), m, k)),
+        scratch(k * 40) {}
+  static int64_t bytes_of(DType t, int64_t n, int64_t k, int64_t group) {
+    return num_panels(n) * panel_bytes(t, group, k);
+  }
   int64_t bytes() const { return bytes_of(dtype, n, k, group); }
   double ops() const { return 2. * static_cast<double>(m * n) * static_cast<double>(k); }
   DType input() const { return dtype == DType::kF32 || dtype == DType::kBF16 ? dtype : DType::kInt8; }
   void run(const KernelTable& t) {
-    const Weight w{dtype, static_cast<int32_t>(group), n, k, panels.get() + next++ % copies * bytes(), scale.get(), sum.get()};
+    const Weight w{dtype,    static_cast<int32_t>(group), n, k, panels.get() + next++ % copies * bytes(), scale.get(),
+                   sum.get()};
     const LinearArgs args{w, {input(), 0, k, cells.get(), scales.get()}, m, out.get(), n, 0};
     t.linear(args, {0, num_panels(n)}, scratch.get());
   }
@@ -115,7 +132,8 @@ struct Bench {
     std::printf("%-34s %6.3f  (best %5.3f)  %8.1f %s\n", name.c_str(), ratio, best, value, unit);
     std::fflush(stdout);
     char line[160];
-    std::snprintf(line, sizeof(line), "%s\"%s\": {\"ratio\": %.4f, \"best\": %.4f, \"%s\": %.2f}", json.empty() ? "" : ", ", name.c_str(), ratio, best, unit, value);
+    std::snprintf(line, sizeof(line), "%s\"%s\": {\"ratio\": %.4f, \"best\": %.4f, \"%s\": %.2f}",
+                  json.empty() ? "" : ", ", name.c_str(), ratio, best, unit, value);
     json += line;
   }
 
@@ -128,7 +146,9 @@ struct Bench {
     std::vector<double> ratios, rates;
     for (int i = 0; i < pairs; i++) {
       const double top = static_cast<double>(chains) * peak.ops / cpu_s([&] { peak.run(chains); });
-      const double rate = static_cast<double>(calls) * layer.ops() / cpu_s([&] { for (int64_t c = 0; c < calls; c++) layer.run(table); });
+      const double rate = static_cast<double>(calls) * layer.ops() / cpu_s([&] {
+                            for (int64_t c = 0; c < calls; c++) layer.run(table);
+                          });
       ratios.push_back(rate / top);
       rates.push_back(rate * 1e-9);
     }
@@ -152,7 +172,9 @@ struct Bench {
     std::vector<double> kernel;
     for (int i = 0; i < pairs; i++) {
       best_read = std::max(best_read, static_cast<double>(bytes) / cpu_s(read));
-      kernel.push_back(static_cast<double>(bytes) / cpu_s([&] { for (int64_t c = 0; c < calls; c++) layer.run(table); }));
+      kernel.push_back(static_cast<double>(bytes) / cpu_s([&] {
+                         for (int64_t c = 0; c < calls; c++) layer.run(table);
+                       }));
     }
     for (double r : kernel) ratios.push_back(r / best_read);
     report(name, median(ratios), *std::max_element(ratios.begin(), ratios.end()), "GB/s", median(kernel) * 1e-9);
@@ -164,8 +186,12 @@ struct Bench {
     const int64_t calls = std::max(first.copies, static_cast<int64_t>(4e9 / first.ops()));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {
-      const double x = cpu_s([&] { for (int64_t c = 0; c < calls; c++) first.run(table); });
-      const double y = cpu_s([&] { for (int64_t c = 0; c < calls; c++) second.run(table); });
+      const double x = cpu_s([&] {
+        for (int64_t c = 0; c < calls; c++) first.run(table);
+      });
+      const double y = cpu_s([&] {
+        for (int64_t c = 0; c < calls; c++) second.run(table);
+      });
       ratios.push_back(x / y);
       times.push_back(x / static_cast<double>(calls) * 1e6);
     }
@@ -179,10 +205,16 @@ struct Bench {
     const int64_t tiles = head_tiles(vocab), stride = round_up(m, 16);
     Buffer<float> x(tiles * stride), s(tiles * stride), w(tiles * stride), f(8 * m);
     Buffer<int32_t> id(tiles * stride), ids(8 * m);
-    const HeadPartials partials{stride, x.get(), s.get(), w.get(), id.get(), nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+    const HeadPartials partials{stride,  x.get(), s.get(), w.get(), id.get(), nullptr,
+                                nullptr, nullptr, nullptr, nullptr, nullptr};
     const Weight weight{DType::kInt8, 0, vocab, k, layer.panels.get(), layer.scale.get(), layer.sum.get()};
-    const HeadArgs args{weight, {DType::kInt8, 0, k, layer.cells.get(), layer.scales.get()}, m, 0.f, nullptr, nullptr, nullptr, partials, nullptr, 0};
-    const HeadMergeArgs merge{partials, m, vocab, ids.get(), f.get(), f.get() + m, f.get() + 2 * m, nullptr, nullptr, nullptr, nullptr, f.get() + 3 * m};
+    const HeadArgs args{weight,  {DType::kInt8, 0, k, layer.cells.get(), layer.scales.get()},
+                        m,       0.f,
+                        nullptr, nullptr,
+                        nullptr, partials,
+                        nullptr, 0};
+    const HeadMergeArgs merge{partials,        m,       vocab,   ids.get(), f.get(), f.get() + m,
+                              f.get() + 2 * m, nullptr, nullptr, nullptr,   nullptr, f.get() + 3 * m};
     Buffer<uint8_t> scratch(head_scratch_bytes(args));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {
@@ -201,18 +233,37 @@ struct Bench {
   void rest_of_layer(const std::string& name, int64_t m, int64_t context) {
     if (!wanted(name)) return;
     const int64_t d = 1024, f = 3072, heads = 16, kv = 8, hd = 128;
-    Layer qkv(DType::kInt8, m, (heads + 2 * kv) * hd, d), o(DType::kInt8, m, d, heads * hd), up(DType::kInt8, m, 2 * f, d), down(DType::kInt8, m, d, f);
+    Layer qkv(DType::kInt8, m, (heads + 2 * kv) * hd, d), o(DType::kInt8, m, d, heads * hd),
+        up(DType::kInt8, m, 2 * f, d), down(DType::kInt8, m, d, f);
     KvCache cache{DType::kBF16, 64, static_cast<int32_t>(kv), static_cast<int32_t>(hd), nullptr, nullptr};
     const int64_t positions = context + m;
-    Buffer<uint8_t> pages(ceil_div(positions, 64) * kv_page_bytes(cache)), q(kv * operand_bytes(DType::kBF16, m * heads / kv, hd)), cells(operand_bytes(DType::kInt8, m, f));
+    Buffer<uint8_t> pages(ceil_div(positions, 64) * kv_page_bytes(cache)),
+        q(kv * operand_bytes(DType::kBF16, m * heads / kv, hd)), cells(operand_bytes(DType::kInt8, m, f));
     cache.pages = pages.get();
-    Buffer<float> cos(positions * hd / 2), sin(positions * hd / 2), x(m * d), weight(f), attended(m * heads * hd), gate(m * 2 * f), scales(m), qkv_out(m * qkv.n);
+    Buffer<float> cos(positions * hd / 2), sin(positions * hd / 2), x(m * d), weight(f), attended(m * heads * hd),
+        gate(m * 2 * f), scales(m), qkv_out(m * qkv.n);
     Buffer<int32_t> at(m), visible(m);
-    for (int64_t i = 0; i < m; i++) at.get()[i] = static_cast<int32_t>(context + i), visible.get()[i] = static_cast<int32_t>(positions);
-    const QkvArgs split{qkv_out.get(), qkv.n, m, static_cast<int32_t>(heads), static_cast<int32_t>(hd), weight.get(), weight.get(), 1e-6f, cos.get(), sin.get(), at.get(), q.get(), cache};
-    const AttentionArgs attention{q.get(), cache, m, static_cast<int32_t>(heads), 2048, visible.get(), attended.get(), heads * hd};
-    const RmsNormArgs norm{x.get(), nullptr, weight.get(), 1e-6f, m, d, nullptr, {DType::kInt8, 0, d, cells.get(), scales.get()}};
-    const QuantizeArgs quantize{attended.get(), heads * hd, m, {DType::kInt8, 0, heads * hd, cells.get(), scales.get()}};
+    for (int64_t i = 0; i < m; i++)
+      at.get()[i] = static_cast<int32_t>(context + i), visible.get()[i] = static_cast<int32_t>(positions);
+    const QkvArgs split{qkv_out.get(),
+                        qkv.n,
+                        m,
+                        static_cast<int32_t>(heads),
+                        static_cast<int32_t>(hd),
+                        weight.get(),
+                        weight.get(),
+                        1e-6f,
+                        cos.get(),
+                        sin.get(),
+                        at.get(),
+                        q.get(),
+                        cache};
+    const AttentionArgs attention{q.get(),       cache,          m,         static_cast<int32_t>(heads), 2048,
+                                  visible.get(), attended.get(), heads * hd};
+    const RmsNormArgs norm{x.get(), nullptr, weight.get(), 1e-6f,
+                           m,       d,       nullptr,      {DType::kInt8, 0, d, cells.get(), scales.get()}};
+    const QuantizeArgs quantize{
+        attended.get(), heads * hd, m, {DType::kInt8, 0, heads * hd, cells.get(), scales.get()}};
     const SiluMulArgs silu{gate.get(), gate.get() + f, 2 * f, m, {DType::kInt8, 0, f, cells.get(), scales.get()}};
     Buffer<uint8_t> scratch(attention_scratch_bytes(attention));
     const std::pair<const char*, std::function<void()>> parts[] = {
@@ -262,10 +313,12 @@ int main(int argc, char** argv) {
   b.share_of_bandwidth("int8 M=1 K=1024 of bandwidth", DType::kInt8, 1, 6144, 1024);
   b.share_of_bandwidth("int8 M=4 K=1024 of bandwidth", DType::kInt8, 4, 6144, 1024);
   b.share_of_bandwidth("bf16 M=1 K=1024 of bandwidth", DType::kBF16, 1, 6144, 1024);
-  for (int64_t m : {1, 4, 8, 32}) b.time_ratio("nvfp4 / int8 time M=" + std::to_string(m), DType::kNVFP4, DType::kInt8, m, 6144, 1024);
+  for (int64_t m : {1, 4, 8, 32})
+    b.time_ratio("nvfp4 / int8 time M=" + std::to_string(m), DType::kNVFP4, DType::kInt8, m, 6144, 1024);
   b.time_ratio("int4 / int8 time M=1", DType::kInt4, DType::kInt8, 1, 6144, 1024);
   b.time_ratio("bf16 / int8 time M=32", DType::kBF16, DType::kInt8, 32, 6144, 1024);
   b.head("head with statistics / product", 32, 151936, 1024);
   b.rest_of_layer("M=32, context 256", 32, 256);
-  std::printf("{\"isa\": \"%s\", \"threads\": 1, \"pairs\": %d, \"results\": {%s}}\n", b.table.name, pairs, b.json.c_str());
+  std::printf("{\"isa\": \"%s\", \"threads\": 1, \"pairs\": %d, \"results\": {%s}}\n", b.table.name, pairs,
+              b.json.c_str());
 }

@@ -1,4 +1,5 @@
-"""Write docs/cli.md from the live --help of `dlmrt` and `orl`; with --check, fail when the file is stale.
+"""Write what the program knows into docs: cli.md from the live --help of `dlmrt` and `orl`, and the table of request
+fields in server.md; with --check, fail when a file is stale.
 
 Source: ours; the habit is simonw/llm's docs/help.md.
 """
@@ -13,6 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGET = ROOT / "docs" / "cli.md"
+SERVER = ROOT / "docs" / "server.md"
 WIDTH = 110
 HEAD = """# Command line
 
@@ -51,17 +53,26 @@ def _verbs(top: str) -> list[str]:
     return re.findall(r"^  ([a-z][a-z-]*)(?=  )", top.partition("Commands:")[2], flags=re.MULTILINE)
 
 
+def server_page() -> str:
+    """The text of docs/server.md with the table of fields as the server has it."""
+    sys.path.insert(0, str(ROOT / "src"))
+    from dlmrt.serve.fields import markdown_table
+
+    before, start, rest = SERVER.read_text(encoding="utf-8").partition("<!-- fields -->\n")
+    _, end, after = rest.partition("<!-- /fields -->")
+    return f"{before}{start}{markdown_table()}\n{end}{after}"
+
+
 def main() -> int:
-    """Write the page, or compare it; returns the exit status."""
-    text = page()
-    if "--check" not in sys.argv[1:]:
-        TARGET.parent.mkdir(exist_ok=True)
-        TARGET.write_text(text, encoding="utf-8")
-        return 0
-    if not TARGET.exists() or TARGET.read_text(encoding="utf-8") != text:
-        print(f"error: {TARGET.relative_to(ROOT)} is stale; run make docs", file=sys.stderr)
-        return 1
-    return 0
+    """Write the pages, or compare them; returns the exit status."""
+    status = 0
+    for target, text in ((TARGET, page()), (SERVER, server_page())):
+        if "--check" not in sys.argv[1:]:
+            target.write_text(text, encoding="utf-8")
+        elif not target.exists() or target.read_text(encoding="utf-8") != text:
+            print(f"error: {target.relative_to(ROOT)} is stale; run make docs", file=sys.stderr)
+            status = 1
+    return status
 
 
 if __name__ == "__main__":

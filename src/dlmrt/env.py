@@ -78,7 +78,7 @@ def _whole(given: Mapping[str, str], name: str, *, low: int) -> int | None:
     value = given.get(name)
     if value is None:
         return None
-    if not value.isascii() or not value.isdigit() or int(value) < low:
+    if not value.isascii() or not value.isdigit() or len(value) > 18 or int(value) < low:
         raise UsageError(f"{name}={value!r} is not a whole number from {low} on; set e.g. {name}={low} or unset it")
     return int(value)
 

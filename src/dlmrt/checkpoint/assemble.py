@@ -45,15 +45,18 @@ class Piece:
         rows = shape[-2] // self.part[1] if len(shape) > 1 and shape[-2] % self.part[1] == 0 else -1
         return (*shape[:-2], rows, *shape[-1:])
 
-    def stored(self) -> StoredTensor:
-        """The values that go to the place: as they lie in the file, or dequantised to float32."""
+    @property
+    def dtype(self) -> str:
+        """Type of `stored`."""
+        return self.weight.parts["weight"].dtype if self.weight.format == "float" else "float32"
+
+    def stored(self, item: int | None = None) -> StoredTensor:
+        """The values that go to the place, or one item of their first axis: as in the file, or dequantised."""
         weight = self.weight
-        if weight.format == "float" and self.part is None:
+        if weight.format == "float" and self.part is None and item is None:
             return weight.parts["weight"]
-        if weight.format == "float":
-            tensor = weight.parts["weight"]
-            return _in_memory(tensor.name, tensor.dtype, self._cut(tensor.raw()), tensor.path)
-        return _in_memory(weight.name, "float32", self._cut(weight.float32()), _path(weight))
+        values = weight.parts["weight"].raw() if weight.format == "float" else weight.float32()
+        return _in_memory(weight.name, self.dtype, self._cut(values if item is None else values[item]), _path(weight))
 
     def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if self.part is None else np.split(values, self.part[1], axis=-2)[self.part[0]]
@@ -72,13 +75,27 @@ class ModelWeight:
         """Whether each piece is one index of the first axis."""
         return self.pieces[0].index is not None
 
+    @property
+    def dtype(self) -> str:
+        """Type of `stored`: the file's where it holds one floating type, else float32."""
+        dtypes = {piece.dtype for piece in self.pieces}
+        return dtypes.pop() if len(dtypes) == 1 else "float32"
+
+    def item(self, index: int) -> StoredTensor:
+        """The values of one index of the first axis, in the type of `stored`."""
+        if not self.is_stacked:
+            return self.pieces[0].stored(index)
+        tensor = self.pieces[index].stored()
+        if tensor.dtype == self.dtype:
+            return tensor
+        return _in_memory(tensor.name, "float32", to_float32(tensor), tensor.path)
+
     def stored(self) -> StoredTensor:
         """All values as one tensor: as it lies in the file where it does, else made of its pieces in memory."""
         first = self.pieces[0].stored()
         if not self.is_stacked:
             return first
-        dtypes = {piece.weight.parts["weight"].dtype if piece.weight.format == "float" else "float32" for piece in self.pieces}
-        dtype = dtypes.pop() if len(dtypes) == 1 else "float32"
+        dtype = self.dtype
         values = np.empty(self.shape, dtype=first.raw().dtype if dtype == first.dtype else np.float32)
         for index, piece in enumerate(self.pieces):
             tensor = piece.stored()
@@ -142,17 +159,16 @@ def _fill(pieces: dict[int | None, Piece], piece: Piece, place: Place, shapes: S
             f"{_path(piece.weight)}: {piece.weight.name} has shape {list(piece.weight.shape)}, config.json asks for "
             f"{list(whole)}; config.json and weights are not of one model"
         )
-    dtype = piece.weight.parts["weight"].dtype if piece.weight.format == "float" else "float32"
-    if dtype not in FLOATS:
+    if piece.dtype not in FLOATS:
         raise CheckpointError(
-            f"{_path(piece.weight)}: {piece.weight.name} has dtype {dtype}, supported: {', '.join(FLOATS)}; convert the "
-            "checkpoint to one of them"
+            f"{_path(piece.weight)}: {piece.weight.name} has dtype {piece.dtype}, supported: {', '.join(FLOATS)}; "
+            "convert the checkpoint to one of them"
         )
     other = pieces.setdefault(place.index, piece)
     if other is not piece and not is_same(other.weight, piece.weight):
         raise CheckpointError(
-            f"{_path(piece.weight)}: {piece.weight.name} differs from {other.weight.name}, and the model has one tensor "
-            "for both; remove one of them"
+            f"{_path(piece.weight)}: {piece.weight.name} differs from {other.weight.name}, and the model has one "
+            "tensor for both; remove one of them"
         )
 
 

@@ -12,8 +12,8 @@ up to 1e9, so what fits neither, or both, is refused by name. Nothing is ever gu
     int8    int8 weight, weight_scale                                       compressed-tensors
     int4    weight_packed (int32), weight_scale, weight_shape, weight_zero_point   compressed-tensors
 
-Left out: GPTQ, AWQ, MXFP4/6/8 and sparse formats; scales of fp8 key/value caches are skipped, since caches here keep the
-activations' type.
+Left out: GPTQ, AWQ, MXFP4/6/8 and sparse formats; scales of fp8 key/value caches are skipped, since caches here keep
+the activations' type.
 
 Source: nvidia-modelopt 0.47.0, compressed-tensors 0.20.0; DeepSeek's `weight_scale_inv`.
 """
@@ -82,7 +82,9 @@ class StoredWeight:
                 return to_float32(self.parts["weight"])
             case "nvfp4":
                 is_divisor = self.dialect == "compressed-tensors"
-                packed, shared = ("weight_packed", "weight_global_scale") if is_divisor else ("weight", "weight_scale_2")
+                packed, shared = (
+                    ("weight_packed", "weight_global_scale") if is_divisor else ("weight", "weight_scale_2")
+                )
                 scale = np.float32(raw[shared].reshape(()))
                 return formats.dequantize_nvfp4(raw[packed], raw["weight_scale"], scale, is_divisor=is_divisor)
             case "fp8":
@@ -218,8 +220,8 @@ def _check_dialect(weight: StoredWeight, metadata: Mapping[str, Any]) -> None:
     if method and weight.dialect and weight.dialect != method:
         path = next(iter(weight.parts.values())).path
         raise CheckpointError(
-            f"{path}: {weight.name} has the tensors of {weight.dialect}, the configuration says {method}; the two store "
-            "reciprocal scales, so correct quant_method or convert the checkpoint again"
+            f"{path}: {weight.name} has the tensors of {weight.dialect}, the configuration says {method}; the two "
+            "store reciprocal scales, so correct quant_method or convert the checkpoint again"
         )
 
 
@@ -247,11 +249,13 @@ def quantization_metadata(config: Mapping[str, Any], hf_quant: Mapping[str, Any]
     }[method]
     if declared is not None and declared not in _METHODS[method]:
         raise UnsupportedModelError(
-            f"{source}: {method} format {declared!r} is not read{nearest(str(declared), _METHODS[method])}; use a bfloat16 "
-            "checkpoint"
+            f"{source}: {method} format {declared!r} is not read{nearest(str(declared), _METHODS[method])}; "
+            "use a bfloat16 checkpoint"
         )
     if section.get("sparsity_config") and section["sparsity_config"].get("format", "dense") != "dense":
         raise UnsupportedModelError(f"{source}: sparse weights are not read; use a dense checkpoint")
     if section.get("weight_block_size", [formats.FP8_BLOCK] * 2) != [formats.FP8_BLOCK] * 2:
-        raise UnsupportedModelError(f"{source}: weight_block_size {section['weight_block_size']} is not read (128 x 128 is)")
+        raise UnsupportedModelError(
+            f"{source}: weight_block_size {section['weight_block_size']} is not read (128 x 128 is)"
+        )
     return {**section, "quant_method": method, "format": declared}

@@ -9,6 +9,7 @@ Source: ours; repository layout of the Hugging Face hub, huggingface_hub 2.4.0.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -36,10 +37,10 @@ def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
         UsageError: `revision` is given for something that is not on the hub.
     """
     name = str(name_or_path)
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # unlike Path's, it leaves "~nobody" alone
     if isinstance(name_or_path, str) and name in embedded_models():
         folder = EMBEDDED / name
-    elif not (name and folder.is_dir()):
+    elif not (name and os.path.isdir(folder)):  # unlike Path's, it never raises
         if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
             raise _not_found(name, f"{name!r} is neither an embedded model nor a folder")
         return _download(name, revision)
@@ -59,6 +60,8 @@ def _not_found(name: str, what: str) -> ModelNotFoundError:
 def _download(repo_id: str, revision: str | None) -> Path:
     from huggingface_hub import errors, snapshot_download
 
+    if revision == "":
+        raise UsageError("the revision is empty; name a branch, tag or commit, or leave it out")
     at = f" at revision {revision!r}" if revision else ""
     try:
         return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=["*/*"]))
@@ -73,5 +76,7 @@ def _download(repo_id: str, revision: str | None) -> Path:
             f"{repo_id}{at} is not complete in the local cache and the hub was not reached; check the network and "
             "HF_HUB_OFFLINE, or give a folder"
         ) from error
-    except OSError as error:
+    except errors.HFValidationError as error:
+        raise _not_found(repo_id, f"{repo_id!r} is neither a folder nor a valid hub id ({error})") from error
+    except Exception as error:  # the client hands on whatever its transport and its parsers raise
         raise CheckpointError(f"downloading {repo_id}{at} failed ({error}); try again, or give a folder") from error

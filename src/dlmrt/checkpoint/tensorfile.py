@@ -17,7 +17,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -123,8 +123,10 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
             data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except OSError as error:
         raise CheckpointError(f"cannot read {path} ({error.strerror}); download the checkpoint again") from error
-    except UnicodeError as error:  # an index can name what no file system can
-        raise _damaged(path, "its name is not valid text") from error
+    except CheckpointError:
+        raise
+    except ValueError as error:  # an index can name what no file system can
+        raise CheckpointError(f"{str(path)!r} is not a file name; download the checkpoint again") from error
     (header_length,) = struct.unpack("<Q", data[:8])
     if header_length > min(size - 8, _MAX_HEADER_BYTES):
         raise _damaged(path, f"its header claims {header_length} bytes and the file has {size}")
@@ -187,28 +189,35 @@ def _check_cover(path: Path, header: Mapping[str, Any], num_bytes: int) -> None:
         raise _damaged(path, f"its tensors end at data byte {position} of {num_bytes}")
 
 
-def write_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str, bits: Callable[[str], npt.NDArray[Any]]
-) -> None:
-    """Write tensors of one dtype in the order of `shapes`, asking `bits` for one at a time; synced to the disk."""
+@dataclass(frozen=True, kw_only=True)
+class FileTensor:
+    """One tensor to be written. Example: ``FileTensor(dtype="bfloat16", shape=(512, 64), bits=lambda: ...)``."""
+
+    dtype: str  # a name of `DTYPES`
+    shape: tuple[int, ...]
+    bits: Callable[[], npt.NDArray[Any]]  # raw bits in that type, as `StoredTensor.raw` gives them
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in the file."""
+        return math.prod(self.shape) * np.dtype(DTYPES[_TAGS[self.dtype]][1]).itemsize
+
+
+def write_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> None:
+    """Write `tensors` in their order, asking each for its bits in turn; synced to the disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     position = 0
-    for name, shape in shapes.items():
-        end = position + num_bytes(shape, dtype)
-        header[name] = {"dtype": _TAGS[dtype], "shape": list(shape), "data_offsets": [position, end]}
+    for name, tensor in tensors.items():
+        end = position + tensor.num_bytes
+        header[name] = {"dtype": _TAGS[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
         position = end
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
-        for name, shape in shapes.items():
-            values = bits(name)
-            assert values.shape == shape and values.nbytes == num_bytes(shape, dtype), name
+        for name, tensor in tensors.items():
+            values = tensor.bits()
+            assert values.shape == tensor.shape and values.nbytes == tensor.num_bytes, name
             file.write(np.ascontiguousarray(values).data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def num_bytes(shape: Iterable[int], dtype: str) -> int:
-    """Bytes of a tensor of `shape` in `dtype` (a name of `DTYPES`)."""
-    return math.prod(shape) * np.dtype(DTYPES[_TAGS[dtype]][1]).itemsize

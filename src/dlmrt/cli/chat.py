@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -46,6 +47,9 @@ def chat(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    base_url: Annotated[
+        str | None, typer.Option("--base-url", help="Talk to a running server; DLMRT_API_KEY holds its key.")
+    ] = None,
     decode_file: options.DecodeFileOption = None,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
@@ -55,9 +59,14 @@ def chat(
     environment = start(debug=debug, quiet=quiet)
     if model is not None and model_argument not in (None, model):
         raise UsageError(f"two models are named, {model_argument!r} and --model {model!r}; remove one")
-    name = model_argument or model or DEFAULT_MODEL
+    name = next((given for given in (model_argument, model) if given is not None), DEFAULT_MODEL)
     config = options.decode_config(decode_file, decode)
-    loaded = load(name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision)
+    here = {"executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision}
+    if base_url is None:
+        loaded = load(name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision)
+    else:
+        loaded = _connect(base_url, model_argument or model, environment.api_key, here)
+        name = loaded.model
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  line editing and recall for input()
@@ -68,19 +77,32 @@ def chat(
             break
 
 
+def _connect(base_url: str, model: str | None, api_key: str | None, here: dict[str, Any]) -> Loaded:
+    """The model of a running server; options of this process's own engine have no effect on it."""
+    from dlmrt.serve.client import RemoteEngine
+
+    for option, value in here.items():
+        if value is not None:
+            name = option.replace("_", "-")
+            raise UsageError(f"--{name} has no effect with --base-url: the server has its own; leave it out")
+    started = time.perf_counter()
+    engine = RemoteEngine(base_url, model=model, api_key=api_key)
+    return Loaded(engine=engine, model=engine.model, load_s=time.perf_counter() - started)
+
+
 def _read_line() -> str | None:
     """One line of the user, None at the end of input. Ctrl-C empties the line; twice in a row it ends the program."""
     prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""
-    try:
-        return input(prompt)
-    except EOFError:
-        return None
-    except KeyboardInterrupt:
-        print("\n(Ctrl-C again or /exit ends)", file=sys.stderr)
-    try:
-        return input(prompt)
-    except EOFError:
-        return None
+    for is_last in (False, True):
+        try:
+            return input(prompt)
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            if is_last:
+                raise
+            print("\n(Ctrl-C again or /exit ends)", file=sys.stderr)
+    raise AssertionError("the second turn returns or raises")
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,6 @@ Source: ours; /proc as in proc(5).
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import platform
 from importlib import metadata
@@ -19,6 +18,7 @@ from typing import Annotated, Any
 import typer
 
 import dlmrt
+from dlmrt.cli.report import print_json
 from dlmrt.env import HONOURED, PREFIX, Environment
 
 PACKAGES = ("numpy", "tokenizers", "safetensors", "huggingface-hub", "torch", "transformers")
@@ -41,7 +41,7 @@ def env(json_output: Annotated[bool, typer.Option("--json", help="Print one JSON
     """Versions, machine, executors and environment variables (alias: doctor)."""
     report = environment_report()
     if json_output:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report, indent=2)
         return
     for section, values in report.items():
         if not isinstance(values, dict):
@@ -91,9 +91,7 @@ def _executors() -> dict[str, str]:
     from dlmrt.decode.engine import EXECUTORS
 
     return {
-        name: "available"
-        if find_spec(package)
-        else f"not available: {package} is not installed; {way}"
+        name: "available" if find_spec(package) else f"not available: {package} is not installed; {way}"
         for name, (_, package, way) in EXECUTORS.items()
     }
 

@@ -5,14 +5,13 @@ Source: ours.
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
 from dlmrt.cli import options
-from dlmrt.cli.report import result_document, timings
+from dlmrt.cli.report import print_json, result_document, timings
 from dlmrt.cli.session import DEFAULT_MODEL, load, names_model, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, SilentView, View, canvas_is_possible
 from dlmrt.errors import UsageError
@@ -65,7 +64,7 @@ def generate(
         notice("--show-canvas needs a terminal on stderr; going on without it", quiet=quiet)
     result = run_request(loaded.engine, prompt, config, view)
     if json_output:
-        typer.echo(json.dumps(result_document(result, model=name, load_s=loaded.load_s), ensure_ascii=False))
+        print_json(result_document(result, model=name, load_s=loaded.load_s))
     if show_timings:
         typer.echo(timings(result, load_s=loaded.load_s), err=True)
     if result.finish_reason == "cancelled":
@@ -82,7 +81,7 @@ def model_and_prompt(first: str | None, second: str | None, option: str | None) 
         first, second = None, first
     if first is not None and option is not None and first != option:
         raise UsageError(f"two models are named, {first!r} and --model {option!r}; remove one")
-    return first or option or DEFAULT_MODEL, second
+    return first if first is not None else DEFAULT_MODEL if option is None else option, second
 
 
 def _prompt_text(prompt: str | None) -> str:

@@ -7,6 +7,7 @@ Source: ours; conventions in docs/design.md.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -34,15 +35,47 @@ def set_up_logging(level: str) -> None:
 
 def run_app(app: typer.Typer, name: str) -> int:
     """Run a command line with the arguments of this process and return its exit status."""
+    _open_streams()
     try:
         return app(prog_name=name, standalone_mode=False) or 0
     except TyperException as error:  # the parser's own: unknown option, value of a wrong type
         return _complain(error.format_message(), error.exit_code)
     except BrokenPipeError:  # the reader has left, e.g. `dlmrt generate ... | head -1`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the flush at exit would complain
+        _drop_output()
         return 1
+    except DlmrtError as error:
+        return _explain(error)
+    except OSError as error:
+        if error.filename is not None:  # a file of ours, not a stream
+            return _explain(error)
+        _drop_output()
+        return _complain(f"cannot write the output ({error.strerror}); check where it goes", 1)
     except Exception as error:
         return _explain(error)
+
+
+def _open_streams() -> None:
+    """Make all three standard streams usable, whatever the caller has closed and in whatever encoding.
+
+    A closed one gets a stand-in, which also keeps its number from a file that is opened later; writing to that of
+    stdout fails. A character that the encoding of stdout lacks is written as its escape; bytes of stdin that are no
+    text arrive as surrogates, which every prompt is checked for.
+    """
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w", encoding="utf-8")
+    if sys.stderr is None:
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """Let what is still buffered for stdout vanish: the flush at exit would complain again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -23,6 +23,7 @@ import typer
 
 from dlmrt.decode.aliases import ALIASES, CANONICAL, canonical_settings, is_tuple, scalar_type
 from dlmrt.errors import UsageError
+from dlmrt.models.config import without_duplicates
 from dlmrt.types import DecodeConfig
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -83,7 +84,7 @@ def with_decode_options(command: Command) -> Command:
     @functools.wraps(command)
     def parsed(**values: Any) -> None:
         given = {name: values.pop(name) for name in HELP}
-        command(**values, decode={name: _frozen(value) for name, value in given.items() if value is not None})
+        command(**values, decode={name: _value(name, value) for name, value in given.items() if value is not None})
 
     parsed.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
     parsed.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *options)}
@@ -96,8 +97,9 @@ def _option(name: str) -> inspect.Parameter:
     kind = scalar_type(name)
     if kind is bool:
         flags = [f"{flag}/--no-{flag[2:]}" for flag in flags]
-    metavar = f"<{kind.__name__}>" if is_tuple(name) else None
-    annotation = list[kind] if is_tuple(name) else kind  # type: ignore[valid-type]
+    metavar = None if kind is bool else f"<{kind.__name__}>"
+    # A list, so that no spelling is dropped when several are given.
+    annotation = kind if kind is bool else list[kind]  # type: ignore[valid-type]
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,
@@ -106,8 +108,14 @@ def _option(name: str) -> inspect.Parameter:
     )
 
 
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+def _value(name: str, given: Any) -> Any:
+    """The setting's value of what the parser collected: all of it, or the one that all spellings agree on."""
+    if is_tuple(name) or not isinstance(given, list):
+        return tuple(given) if isinstance(given, list) else given
+    spelt = ", ".join(map(repr, given))
+    if len(set(map(repr, given))) > 1:  # NaN equals nothing, not even itself
+        raise UsageError(f"--{name.replace('_', '-')} (or another spelling of it) is given as {spelt}; remove one")
+    return given[0]
 
 
 def read_decode_file(path: Path) -> dict[str, Any]:
@@ -123,7 +131,7 @@ def read_decode_file(path: Path) -> dict[str, Any]:
         raw = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"cannot read {path} ({error.strerror}); check the path of --decode-config") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} is not valid {path.suffix[1:].upper()} ({reason}); mend the file") from error
     if not isinstance(raw, dict):
@@ -134,14 +142,25 @@ def read_decode_file(path: Path) -> dict[str, Any]:
 def _parse_yaml(text: str) -> Any:
     import yaml
 
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that occurs twice, of which YAML would keep the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            without_duplicates([(key.value, None) for key, _ in node.value if isinstance(key, yaml.ScalarNode)])
+            return super().construct_mapping(node, deep)
+
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
 
 
+def _parse_json(text: str) -> Any:
+    return json.loads(text, object_pairs_hook=without_duplicates)
+
+
 _PARSERS: dict[str, Callable[[str], Any]] = {
-    ".json": json.loads,
+    ".json": _parse_json,
     ".toml": tomllib.loads,
     ".yaml": _parse_yaml,
     ".yml": _parse_yaml,
@@ -162,6 +181,8 @@ def changed_setting(config: DecodeConfig, key: str, text: str) -> DecodeConfig:
     name = CANONICAL.get(key.replace("-", "_"), key)
     if name in HELP and scalar_type(name) is str and not isinstance(value, list | types.NoneType):
         value = text
+    if isinstance(value, dict):
+        raise UsageError(f"/set {key}: {text} holds several settings; set them one by one")
     settings = canonical_settings({name: value}, source="/set")
     default = {field.name: field.default for field in dataclasses.fields(DecodeConfig)}
     return dataclasses.replace(config, **{name: settings.get(name, default[name])})

@@ -6,7 +6,11 @@ Source: ours; counting rules in docs/design.md, layout of the timings after `oll
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from typing import Any
+
+import typer
 
 from dlmrt.types import GenerateResult
 
@@ -37,6 +41,16 @@ def result_document(result: GenerateResult, *, model: str, load_s: float) -> dic
         },
         "load_s": load_s,
     }
+
+
+def print_json(document: Any, *, indent: int | None = None) -> None:
+    """Print one JSON document to stdout, readable where the encoding allows it and valid in any case."""
+    text = json.dumps(document, ensure_ascii=False, allow_nan=False, indent=indent)
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except UnicodeError:
+        text = json.dumps(document, allow_nan=False, indent=indent)
+    typer.echo(text)
 
 
 def timings(result: GenerateResult, *, load_s: float | None = None) -> str:

@@ -9,6 +9,7 @@ Source: ours.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import signal
 import sys
@@ -17,7 +18,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from dlmrt.types import CanvasEvent, DecodeConfig, GenerateResult, Message, Text
 
 if TYPE_CHECKING:
     from dlmrt.decode.engine import Engine
+    from dlmrt.serve.client import RemoteEngine
 
 DEFAULT_MODEL = "dlmrt-tiny"  # embedded
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -37,7 +38,7 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 class Loaded:
     """An engine ready for requests."""
 
-    engine: Engine
+    engine: Engine | RemoteEngine
     model: str  # as asked for
     load_s: float
 
@@ -84,13 +85,15 @@ def names_model(word: str) -> bool:
     """
     from dlmrt.checkpoint.hub import embedded_models
 
-    if "\n" in word or len(word) > 255:  # not a name, and too long for the file system to look up
+    if "\n" in word or len(word) > 255:  # not a name
         return False
     near = difflib.get_close_matches(word, embedded_models(), n=1, cutoff=0.8)
-    return bool(near) or Path(word).is_dir() or _HUB_ID.fullmatch(word) is not None
+    return bool(near) or os.path.isdir(word) or _HUB_ID.fullmatch(word) is not None  # isdir never raises
 
 
-def run_request(engine: Engine, prompt: str | list[Message], config: DecodeConfig, view: View) -> GenerateResult:
+def run_request(
+    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View
+) -> GenerateResult:
     """Run one request, its events going to `view`. A cancelled one returns with what was committed.
 
     Raises:
@@ -113,19 +116,31 @@ def run_request(engine: Engine, prompt: str | list[Message], config: DecodeConfi
 
 @contextmanager
 def interrupts_as_event() -> Iterator[threading.Event]:
-    """Within the context, Ctrl-C sets the event; once it is set, Ctrl-C raises KeyboardInterrupt as usual."""
+    """Within the context, Ctrl-C sets the event; once it is set, Ctrl-C raises KeyboardInterrupt as usual.
+
+    SIGTERM ends the program at once, but in good order: the terminal gets its cursor back. A signal that the caller has
+    this process ignore, as shells do for background jobs, stays ignored.
+    """
     interrupted = threading.Event()
 
-    def handle(number: int, frame: FrameType | None) -> None:
+    def interrupt(number: int, frame: FrameType | None) -> None:
         if interrupted.is_set():
             raise KeyboardInterrupt
         interrupted.set()
 
-    previous = signal.signal(signal.SIGINT, handle)
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    wanted = {signal.SIGINT: interrupt, signal.SIGTERM: end}
+    previous = {number: signal.getsignal(number) for number in wanted}
+    for number, handler in wanted.items():
+        if previous[number] is not signal.SIG_IGN:
+            signal.signal(number, handler)
     try:
         yield interrupted
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def notice(text: str, *, quiet: bool = False) -> None:

@@ -8,7 +8,6 @@ Source: ours.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dlmrt.cli import options
+from dlmrt.cli.report import print_json
 from dlmrt.cli.session import DEFAULT_MODEL, start
+from dlmrt.errors import UnsupportedModelError
 from dlmrt.types import DecodeConfig
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def show(
     model: Annotated[str, typer.Argument(metavar="[MODEL]", help="Name, folder or hub id.")] = DEFAULT_MODEL,
     *,
     revision: options.RevisionOption = None,
+    program: Annotated[bool, typer.Option("--program", help="Print the program that native executors run.")] = False,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     debug: options.DebugOption = False,
 ) -> None:
@@ -40,9 +42,13 @@ def show(
     from dlmrt.checkpoint.load import open_checkpoint
 
     folder = resolve(model, revision=revision)
-    report = checkpoint_report(open_checkpoint(folder), folder)
+    checkpoint = open_checkpoint(folder)
+    if program:
+        typer.echo(program_listing(checkpoint), nl=False)
+        return
+    report = checkpoint_report(checkpoint, folder)
     if json_output:
-        typer.echo(json.dumps(report, indent=2))
+        print_json(report, indent=2)
         return
     for section, values in report.items():
         if not isinstance(values, dict):
@@ -51,6 +57,31 @@ def show(
         typer.echo(section)
         for name, value in values.items():
             typer.echo(f"  {name:<24}{_readable(name, value)}")
+
+
+def program_listing(checkpoint: Checkpoint) -> str:
+    """The denoising loop of a checkpoint's default settings as a program, for its whole context."""
+    from dlmrt.decode.native import loop_options
+    from dlmrt.decode.settings import resolve
+    from dlmrt.models.families import family_of
+    from dlmrt.program.forwards import Formats
+    from dlmrt.program.loop import RULE_SCALARS, record_loop
+    from dlmrt.program.show import show as listing
+
+    config = checkpoint.config
+    settings = resolve(DecodeConfig(), config, checkpoint.generation)
+    if settings.commit_rule not in RULE_SCALARS:
+        raise UnsupportedModelError(
+            f"no native program runs commit_rule {settings.commit_rule!r}; it is decoded step by step"
+        )
+    dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    recorded = record_loop(
+        config,
+        Formats(matrix=dtype, table=dtype, cache=dtype),
+        loop_options(settings, has_residual=family_of(config).has_residual(config)),
+        capacity=config.max_position_embeddings,
+    )
+    return listing(recorded)
 
 
 def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """One model on the cpu executor, step by step or as a whole loop.
 
-`CpuDenoiser` implements `dlmrt.types.Denoiser`: every call runs one program, and the readable loop of `dlmrt.decode.loop`
-may drive it as it drives any other. `start_loop` runs the whole loop natively; both use the same pieces over the same
-weights and context, so they differ in who decides, not in what is computed.
+`CpuDenoiser` implements `dlmrt.types.Denoiser`: every call runs one program, and the readable loop of
+`dlmrt.decode.loop` may drive it as it drives any other. `start_loop` runs the whole loop natively; both use the same
+pieces over the same weights and context, so they differ in who decides, not in what is computed.
 
 Left out on purpose: batches; a request has the machine to itself.
 
@@ -15,21 +15,24 @@ import atexit
 import os
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.checkpoint.load import Checkpoint, StoredTensor, to_float32
-from dlmrt.cpu.programs import NativeProgram, Params, ProgramStore
+from dlmrt.checkpoint.load import Checkpoint
+from dlmrt.cpu import _native
+from dlmrt.cpu.programs import NativeProgram, ProgramStore
+from dlmrt.cpu.weights import Params, kept_formats, params_of
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
-from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Bool, Float32, Int32
 
+ARCHITECTURES = ("Qwen3ForCausalLM", "SDARForCausalLM")  # whose operations have kernels
 MAX_ROWS = 512  # of one forward that extends the context
 
 FORMATS = {
@@ -43,24 +46,26 @@ class CpuDenoiser:
     """Implements `dlmrt.types.Denoiser`.
 
     Args:
-        params: tensors by Hugging Face name: float32 arrays, or uint16 arrays with the bits of bfloat16.
+        params: tensors by Hugging Face name.
         config: of the checkpoint; needs its `diffusion` section.
-        dtype: a name of `FORMATS`.
+        dtype: what records call the model's type; a name of `FORMATS` unless `formats` is given.
         num_threads: None for one a physical core.
         isa: instruction set of the kernels; "" for the best one that runs here.
+        formats: types of weights and caches; None: those of `dtype`.
     """
 
     name = "cpu"
 
     def __init__(
-        self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None, isa: str = ""
-    ) -> None:
+        self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None,
+        isa: str = "", formats: Formats | None = None,
+    ) -> None:  # fmt: skip
         self.config = config
         self.diffusion = _diffusion(config)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.has_residual = qwen3.has_residual(config)
-        self._formats = FORMATS[dtype]
+        self._formats = formats or FORMATS[dtype]
         self._store = ProgramStore(config, params, num_threads=_num_threads(num_threads), isa=isa)
         self._length = 0
         # Every weight that any program reads is packed now.
@@ -137,7 +142,12 @@ class CpuDenoiser:
         program = self._canvas(length)
         positions = np.arange(start, start + length, dtype=np.int32)
         is_causal = self.diffusion.in_block_attention == "causal"
-        _fill(program, ids=canvas_L, positions=positions, visible=positions + 1 if is_causal else np.full(length, start + length))
+        _fill(
+            program,
+            ids=canvas_L,
+            positions=positions,
+            visible=positions + 1 if is_causal else np.full(length, start + length),
+        )
         program.set(rows=length)
         if self.diffusion.logit_shift:
             program.set(context=start)
@@ -148,7 +158,7 @@ class CpuDenoiser:
             everywhere = canvas_L == self.diffusion.mask_token_id if is_local else np.ones(length, dtype=bool)
             _fill(program, residual=residual_LD, where=everywhere if where_L is None else where_L)
         program.runner.run()
-        return program.states["logits"][:length].copy()
+        return _result(program, "logits", length)
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
@@ -156,7 +166,7 @@ class CpuDenoiser:
         _fill(program, probs=probs_LV)
         program.set(rows=len(probs_LV))
         program.runner.run()
-        return program.states["residual"][: len(probs_LV)].copy()
+        return _result(program, "residual", len(probs_LV))
 
     def start_loop(
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
@@ -223,16 +233,18 @@ class LoopRun:
     """A native loop that is running; closed runs end before their next forward."""
 
     def __init__(self, program: NativeProgram) -> None:
-        self._program = program
+        assert program.ring is not None
+        self._program, self._ring = program, program.ring
         self._types = [np.dtype(program.record_types[kind]) for kind in RECORD_KINDS]
-        program.ring.reset()
+        self._ring.reset()
         program.runner.start()
         _running.add(self)
 
     def read(self, seconds: float) -> list[tuple[str, np.void]]:
         """Records (kind, values) that are ready; waits up to `seconds` for one that the loop marks as urgent."""
+        self._program.runner.check()
         records = []
-        for raw in self._program.ring.read(seconds):
+        for raw in self._ring.read(seconds):
             kind = int.from_bytes(raw[:4], "little")
             records.append((RECORD_KINDS[kind], np.frombuffer(raw, dtype=self._types[kind], count=1)[0]))
         return records
@@ -244,7 +256,7 @@ class LoopRun:
     def close(self) -> None:
         """End the loop and wait for it; records not read yet are lost."""
         self.cancel()
-        self._program.ring.abandon()
+        self._ring.abandon()
         self._program.runner.join()
         _running.discard(self)
 
@@ -259,26 +271,33 @@ def _close_all() -> None:
 
 
 def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> CpuDenoiser:
-    """Load the weights of `checkpoint` in `dtype`: "auto" for the checkpoint's own, or a name of `FORMATS`.
+    """Load the weights of `checkpoint`.
+
+    Args:
+        dtype: "auto": as the file holds them, float16 as bfloat16; else a name of `FORMATS`, into which every matrix is
+            brought.
 
     Raises:
         DeviceError: the model does not fit the memory, or DLMRT_CPU_ISA names an instruction set that cannot run here.
     """
     if dtype not in (*FORMATS, "auto", "float16"):
-        raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cpu executor{nearest(dtype, (*FORMATS, 'auto'))}")
+        known = nearest(dtype, (*FORMATS, "auto"))
+        raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cpu executor{known}")
     if dtype == "float16":
         raise UnsupportedModelError("the cpu executor does not compute in float16; use bfloat16, or executor 'eager'")
-    wanted = checkpoint.config.dtype if dtype == "auto" else dtype
-    wanted = "bfloat16" if wanted == "float16" else wanted
     _diffusion(checkpoint.config)
+    weights = checkpoint.weights()
+    kept = kept_formats(weights) if dtype == "auto" else {}
+    if dtype == "auto":
+        dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CpuDenoiser(
-        {name: _raw(tensor) for name, tensor in checkpoint.tensors()},
-        checkpoint.config, dtype=wanted, num_threads=num_threads, isa=Environment.read().cpu_isa,
+        params_of(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
+        isa=Environment.read().cpu_isa, formats=replace(FORMATS[dtype], named=kept),
     )  # fmt: skip
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:
-    if family_of(config) is not qwen3:
+    if config.architecture not in ARCHITECTURES:
         raise UnsupportedModelError(
             f"the cpu executor has no kernels for {config.architecture} yet; use executor 'eager'"
         )
@@ -290,23 +309,22 @@ def _diffusion(config: ModelConfig) -> DiffusionConfig:
     return config.diffusion
 
 
-def _raw(tensor: StoredTensor) -> npt.NDArray[np.generic]:
-    """Mapped from the file without a copy where the kernels can read its type."""
-    return to_float32(tensor) if tensor.dtype == "float16" else tensor.raw()
-
-
 def _fill(program: NativeProgram, **inputs: npt.NDArray[np.generic]) -> None:
     """Write the leading rows of states."""
     for name, values in inputs.items():
         program.states[name][: len(values)] = values
 
 
-def _num_threads(asked: int | None) -> int:
-    from dlmrt.cpu import _native
+def _result(program: NativeProgram, name: str, length: int) -> Float32:
+    """A copy of the leading rows of a float32 state."""
+    result: Float32 = program.states[name][:length].astype(np.float32)
+    return result
 
+
+def _num_threads(asked: int | None) -> int:
     if asked is None:
         limit = os.environ.get("OMP_NUM_THREADS", "")
-        return int(limit) if limit.isdigit() and int(limit) else int(_native.default_num_threads())
+        return int(limit) if limit.isdigit() and int(limit) else _native.default_num_threads()
     if asked < 1:
         raise UsageError(f"num_threads is {asked}; it must be at least 1")
     return asked

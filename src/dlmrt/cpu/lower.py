@@ -1,12 +1,13 @@
-"""Recorded program -> program of native kernels: the same buffers and control flow, model operations turned into passes.
+"""Recorded program -> program of native kernels: control flow and loop as they are, model operations as passes.
 
-What is fused: the skip connection into the projection before it (`accumulate`), the norm with the packing or quantisation
-of the next projection's input, q, k and v into one projection whose epilogue normalises, rotates and stores, gate and up
-into one projection, the head with its statistics, so that logits exist only where something else reads them.
+What is fused: the skip connection into the projection before it (`accumulate`), the norm with the packing or
+quantisation of the next projection's input, q, k and v into one projection whose epilogue normalises, rotates and
+stores, gate and up into one projection, the head with its statistics, so that logits exist only where something else
+reads them.
 
-A value may live in two forms: fp32 rows, and operand cells (`kernels/args.hpp`), which is what projections read. Each form
-is made once, where the value is made if that is possible. The result is an ordinary `Program`, so `plan` places its scratch
-and `show` prints it.
+A value may live in two forms: fp32 rows, and operand cells (`kernels/args.hpp`), which is what projections read. Each
+form is made once, where the value is made if that is possible. The result is an ordinary `Program`, so `plan` places
+its scratch and `show` prints it.
 
 Left out on purpose: choices per shape; kernels take any number of rows.
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from dlmrt.cpu import _native
 from dlmrt.models.config import ModelConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
@@ -155,7 +157,9 @@ class _Lowering:
 
     def _lower_add(self, node: Kernel) -> None:
         """The sum was accumulated by the projection that made `delta`."""
-        assert self._forms.rows[node.inputs["delta"]] is self._forms.rows[node.inputs["x"]], "add of a value that was not fused"
+        assert self._forms.rows[node.inputs["delta"]] is self._forms.rows[node.inputs["x"]], (
+            "add of a value that was not fused"
+        )
         self._forms.rows[node.outputs["y"]] = self._forms.rows[node.inputs["x"]]
 
     def _lower_linear(self, node: Kernel) -> None:
@@ -192,15 +196,16 @@ class _Lowering:
             "qk_norm_rope_store", rows,
             {"qkv": projected, "q_norm": qkv.inputs["q_norm"], "k_norm": qkv.inputs["k_norm"], "cos": cos, "sin": sin,
              "positions": node.inputs["positions"], "cache": cache},
-            {"q": cells, "cache": cache}, eps=qkv.attributes["eps"], rotary_dim=self._rotary_dim, **self._cache_attributes(cache),
+            {"q": cells, "cache": cache}, eps=qkv.attributes["eps"], rotary_dim=self._rotary_dim,
+            **self._cache_attributes(cache),
         )  # fmt: skip
 
     def _lower_attention(self, node: Kernel) -> None:
         cache, y = self._pages(node.inputs["cache"]), node.outputs["y"]
         q = self._forms.cells[node.inputs["q"], cache.dtype].cells
         self._emit(
-            "attention", y.shape[0], {"q": q, "cache": cache, "visible": node.inputs["visible"]}, {"y": self._new_rows(y)},
-            chunk=ATTENTION_CHUNK, **self._cache_attributes(cache),
+            "attention", y.shape[0], {"q": q, "cache": cache, "visible": node.inputs["visible"]},
+            {"y": self._new_rows(y)}, chunk=ATTENTION_CHUNK, **self._cache_attributes(cache),
         )  # fmt: skip
 
     def _lower_hidden_store(self, node: Kernel) -> None:
@@ -211,11 +216,10 @@ class _Lowering:
         )  # fmt: skip
 
     def _lower_shift(self, node: Kernel) -> None:
-        hidden, y = self._forms.rows[node.inputs["hidden"]], node.outputs["y"]
-        self._emit(
-            "shift", y.shape[0], {"hidden": hidden, "cache": node.inputs["cache"], "context": node.inputs["context"]},
-            {"y": self._new_rows(y)}, width=maximum(y.shape[1]),
-        )  # fmt: skip
+        y, operands = node.outputs["y"], dict(node.inputs)
+        if "hidden" in operands:
+            operands["hidden"] = self._forms.rows[operands["hidden"]]
+        self._emit("shift", y.shape[0], operands, {"y": self._new_rows(y)}, width=maximum(y.shape[1]))
 
     def _lower_soft_embedding(self, node: Kernel) -> None:
         table, probs, z = node.inputs["table"], node.inputs["probs"], node.outputs["z"]
@@ -237,13 +241,15 @@ class _Lowering:
         cells, weight = self._heads.pop(logits)
         rows, vocab = logits.shape[0], maximum(logits.shape[1])
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
-        stride, tiles = -(-maximum(rows) // 16) * 16, -(-vocab // _native().HEAD_TILE)
+        stride, tiles = -(-maximum(rows) // 16) * 16, -(-vocab // _native.HEAD_TILE)
         draw = {name: i[name] for name in ("seed", "step", "block_idx")} if not is_greedy else {}
 
         def tile(dtype: str) -> Buffer:
             return self._scratch(dtype, (tiles, stride))
 
-        partials = {name: tile("float32") for name in ("tile_max", "tile_sum", "tile_weighted")} | {"tile_argmax": tile("int32")}
+        partials = {name: tile("float32") for name in ("tile_max", "tile_sum", "tile_weighted")} | {
+            "tile_argmax": tile("int32")
+        }
         merged = {"max_logit": self._scratch("float32", (rows,))}
         merged |= {name: o[name] for name in ("argmax", "log_sum_exp", "entropy", "argmax_confidence")}
         keys: dict[str, Buffer] = {}
@@ -251,8 +257,12 @@ class _Lowering:
         if not is_greedy:
             sampled = {"sample": self._scratch("int32", (rows,)), "sample_logit": self._scratch("float32", (rows,))}
         if not is_greedy and not is_filtered:
-            keys["keys"] = self._scratch("uint8", (rows, _native().GUMBEL_KEY_BYTES))
-            partials |= {"tile_score": tile("float32"), "tile_sample_logit": tile("float32"), "tile_sample": tile("int32")}
+            keys["keys"] = self._scratch("uint8", (rows, _native.GUMBEL_KEY_BYTES))
+            partials |= {
+                "tile_score": tile("float32"),
+                "tile_sample_logit": tile("float32"),
+                "tile_sample": tile("int32"),
+            }
             self._emit("gumbel_keys", rows, draw, keys)
             merged |= sampled
         written = dict(partials)
@@ -260,8 +270,8 @@ class _Lowering:
             written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
         self._emit(
             "head_stats", rows,
-            {"weight": weight, "temperature": i["step_temperature"], "banned": i["banned"]} | cells.operands() | keys, written,
-            operand=DTYPES[cells.dtype], row_stride=stride, max_rows=maximum(rows),
+            {"weight": weight, "temperature": i["step_temperature"], "banned": i["banned"]} | cells.operands() | keys,
+            written, operand=DTYPES[cells.dtype], row_stride=stride, max_rows=maximum(rows),
         )  # fmt: skip
         self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
         if is_filtered:
@@ -279,8 +289,8 @@ class _Lowering:
         cells = self._forms.cells[probs, dtype] = self._cells_like(probs, dtype)
         self._emit(
             "probabilities", probs.shape[0],
-            {"logits": self._logits[node.inputs["logits"]], "log_sum_exp": node.inputs["log_sum_exp"]}, cells.operands(),
-            vocab=maximum(probs.shape[1]), operand=DTYPES[dtype],
+            {"logits": self._logits[node.inputs["logits"]], "log_sum_exp": node.inputs["log_sum_exp"]},
+            cells.operands(), vocab=maximum(probs.shape[1]), operand=DTYPES[dtype],
         )  # fmt: skip
 
     # Loop operations pass through, with the canvas length as a number.
@@ -288,13 +298,17 @@ class _Lowering:
     def _lower_publish(self, node: Kernel) -> None:
         sizes: dict[str, Value] = {f"bytes.{name}": b.num_bytes for name, b in node.inputs.items() if name != URGENT}
         kind = RECORD_KINDS.index(str(node.attributes["kind"]))
-        self._nodes.append(Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind} | sizes))
+        self._nodes.append(
+            Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind} | sizes)
+        )
 
     def _lower_other(self, node: Kernel) -> None:
         """An operation of the loop; of the model's, those that no supported family uses have no kernel."""
         assert node.op in LOOP_OPS, f"no lowering of {node.op}"
         operands, buffers = (*signature(node.op)[0], *signature(node.op)[1]), dict(node.inputs) | dict(node.outputs)
-        attributes: dict[str, Value] = {name: value for name, value in node.attributes.items() if not isinstance(value, str)}
+        attributes: dict[str, Value] = {
+            name: value for name, value in node.attributes.items() if not isinstance(value, str)
+        }
         for operand in operands:
             if operand.dims == ("L",):
                 attributes["length"] = maximum(buffers[operand.name].shape[0])
@@ -373,8 +387,9 @@ class _Lowering:
             return known
         dtype, n, k = tensors[0].dtype, sum(maximum(t.shape[0]) for t in tensors), maximum(tensors[0].shape[1])
         assert all(t.dtype == dtype for t in tensors), "tensors of one projection have one format"
-        num_bytes = _native().weight_bytes(DTYPES[dtype], group_of(dtype), n, k)
-        name = "+".join(t.name for t in tensors)
+        num_bytes = _native.weight_bytes(DTYPES[dtype], group_of(dtype), n, k)
+        first, *others = (t.name.removesuffix(".weight") for t in tensors)
+        name = "+".join((first, *(other.rpartition(".")[2] for other in others)))
         packed = Buffer(name=name, kind="weight", dtype=dtype, shape=(n, k), layout="panels", layout_bytes=num_bytes)
         self._packed[tensors] = packed
         self.sources[packed] = tensors
@@ -386,7 +401,7 @@ class _Lowering:
         if known is not None:
             return known
         capacity, _, num_kv_heads, head_dim = (maximum(dim) for dim in cache.shape)
-        page = _native().kv_page_bytes(DTYPES[cache.dtype], PAGE_SIZE, num_kv_heads, head_dim)
+        page = _native.kv_page_bytes(DTYPES[cache.dtype], PAGE_SIZE, num_kv_heads, head_dim)
         paged = Buffer(
             name=cache.name, kind="state", dtype=cache.dtype, shape=cache.shape, layout="pages",
             layout_bytes=-(-capacity // PAGE_SIZE) * page,
@@ -406,10 +421,17 @@ class _Lowering:
             "num_kv_heads": self.config.num_kv_heads, "head_dim": self.config.head_dim,
         }  # fmt: skip
 
-    def _scratch(self, dtype: str, shape: tuple[Dim, ...], *, layout: str = "rows", num_bytes: int | None = None) -> Buffer:
+    def _scratch(
+        self, dtype: str, shape: tuple[Dim, ...], *, layout: str = "rows", num_bytes: int | None = None
+    ) -> Buffer:
         self._num_scratch += 1
         return Buffer(
-            name=f"%{self._num_scratch - 1}", kind="scratch", dtype=dtype, shape=shape, layout=layout, layout_bytes=num_bytes
+            name=f"%{self._num_scratch - 1}",
+            kind="scratch",
+            dtype=dtype,
+            shape=shape,
+            layout=layout,
+            layout_bytes=num_bytes,
         )
 
     def _emit(
@@ -423,11 +445,4 @@ class _Lowering:
 
 
 def _operand_bytes(dtype: str, rows: int, width: int) -> int:
-    num_bytes: int = _native().operand_bytes(DTYPES[dtype], rows, width)
-    return num_bytes
-
-
-def _native():  # noqa: ANN202 a compiled module
-    from dlmrt.cpu import _native
-
-    return _native
+    return _native.operand_bytes(DTYPES[dtype], rows, width)

@@ -42,7 +42,7 @@ def rope_tables(rope: RopeConfig, head_dim: int, capacity: int) -> tuple[Bytes, 
     inv_freq, factor = rope_inv_freq(rope, head_dim)
     phase = np.arange(capacity, dtype=np.float32)[:, None] * inv_freq
     tables = (np.cos(phase.astype(np.float64)), np.sin(phase.astype(np.float64)))
-    cos, sin = (_copied((table.astype(np.float32) * np.float32(factor))) for table in tables)
+    cos, sin = (_copied(table.astype(np.float32) * np.float32(factor)) for table in tables)
     return cos, sin
 
 

@@ -1,8 +1,8 @@
-"""Programs of one model on the native runner: weights packed once, memory shared, programs bound to it as they are asked for.
+"""Programs of one model on the native runner: weights packed once, memory shared, programs bound at first use.
 
-All programs of a model share its packed weights, one arena of scratch (only one runs at a time) and the committed context.
-When the context must hold more positions, or a program needs more scratch, that memory is replaced and every program is
-bound anew at its next use: growth happens between requests, never while a program runs.
+All programs of a model share its packed weights, one arena of scratch (only one runs at a time) and the committed
+context. When the context must hold more positions, or a program needs more scratch, that memory is replaced and every
+program is bound anew at its next use: growth happens between requests, never while a program runs.
 
 Source: ours.
 """
@@ -15,17 +15,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dlmrt.cpu import _native
 from dlmrt.cpu.lower import DTYPES, PAGE_SIZE, Lowered, group_of, lower
 from dlmrt.cpu.memory import Bytes, address, aligned, array_of, check_fits, rope_tables
+from dlmrt.cpu.weights import Param, Params, Quantized
 from dlmrt.errors import DeviceError
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.qwen3 import EMBEDDING, HEAD
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import record_types
-from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, walk
+from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, maximum
 from dlmrt.program.plan import Plan, plan
 
-Params = Mapping[str, npt.NDArray[np.generic]]  # float32, or uint16 for the bits of bfloat16
+Place = int | _native.PackedWeight | _native.Ring  # an address, or an object that owns its memory
 
 RING_SLOTS = 64
 
@@ -34,10 +36,10 @@ RING_SLOTS = 64
 class NativeProgram:
     """A program bound to memory, ready to run."""
 
-    runner: object
+    runner: _native.Runner
     scalars: Mapping[str, npt.NDArray[np.generic]]  # each of shape [1]
     states: Mapping[str, npt.NDArray[np.generic]]  # row-major states, at their largest size
-    ring: object | None
+    ring: _native.Ring | None  # of programs that publish
     record_types: Mapping[str, npt.DTypeLike]
     memory: object  # what the runner's addresses point into
 
@@ -57,18 +59,15 @@ class ProgramStore:
     """
 
     def __init__(self, config: ModelConfig, params: Params, *, num_threads: int, isa: str = "") -> None:
-        from dlmrt.cpu import _native
-
         self.config = config
         self.capacity = 0  # positions that the context holds
         try:
             self.isa = str(_native.instruction_set(isa))
         except ValueError as error:
             raise DeviceError(f"DLMRT_CPU_ISA: {error}") from error
-        self._native = _native
         self._pool = _native.Pool(num_threads)
         self._params: Params | None = params
-        self._packed: dict[tuple[str, str, str], object] = {}
+        self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}
         self._context: dict[str, Bytes] = {}
         self._rope: tuple[Bytes, Bytes] = (aligned(0), aligned(0))
@@ -81,10 +80,10 @@ class ProgramStore:
             recorded = record()
             lowered = lower(recorded, self.config)
             placement = plan(lowered.program)
+            check_fits(self._missing_bytes(lowered.program, placement), "the model")
             self._load_weights(lowered)
             if placement.num_bytes > len(self._arena):
                 self._programs.clear()
-                check_fits(placement.num_bytes - len(self._arena), "scratch memory")
                 self._arena = aligned(placement.num_bytes)
             self._programs[key] = self._bind(lowered, placement, record_types(recorded))
         return self._programs[key]
@@ -105,11 +104,21 @@ class ProgramStore:
         if not kept:
             self._context.clear()
 
+    def _missing_bytes(self, program: Program, placement: Plan) -> int:
+        """What `program` needs beside what is there: weights, context, other states, scratch."""
+        needed = max(placement.num_bytes - len(self._arena), 0)
+        for buffer in program.buffers():
+            if buffer.kind == "weight":
+                needed += 0 if self._has(buffer) else buffer.num_bytes
+            elif buffer.kind == "state":
+                needed += max(buffer.num_bytes - len(self._context.get(buffer.name, b"")), 0)
+        return needed
+
     def _load_weights(self, lowered: Lowered) -> None:
         """Pack or copy the weights of a program that are not there yet."""
-        missing = [b for b in lowered.program.buffers() if b.kind == "weight" and not self._has(b)]
-        check_fits(sum(b.num_bytes for b in missing), "the model")
-        for buffer in missing:
+        for buffer in lowered.program.buffers():
+            if buffer.kind != "weight" or self._has(buffer):
+                continue
             if buffer in lowered.sources:
                 self._packed[_key(buffer)] = self._pack(buffer, lowered.sources[buffer])
             else:
@@ -119,20 +128,21 @@ class ProgramStore:
         key = _key(buffer)
         return key in self._packed or key in self._tables or buffer.name in ("rope.cos", "rope.sin")
 
-    def _param(self, name: str) -> npt.NDArray[np.generic]:
+    def _param(self, name: str) -> Param:
         assert self._params is not None, f"{name} is asked for after the weights were packed"
         is_tied = name == HEAD and self.config.tie_word_embeddings
-        return np.ascontiguousarray(self._params[EMBEDDING if is_tied else name])
+        return self._params[EMBEDDING if is_tied else name]
 
-    def _pack(self, buffer: Buffer, tensors: tuple[Buffer, ...]) -> object:
-        arrays = [self._param(tensor.name) for tensor in tensors]
-        sources = [(_source_type(a), address(a), a.shape[0], a.shape[1], 0, 0, 0.0) for a in arrays]
-        n, k = buffer.shape
-        return self._native.pack_weight(self._pool, sources, DTYPES[buffer.dtype], group_of(buffer.dtype), n, k)
+    def _pack(self, buffer: Buffer, tensors: tuple[Buffer, ...]) -> _native.PackedWeight:
+        params = [_contiguous(self._param(tensor.name)) for tensor in tensors]
+        sources = [_source(param) for param in params]
+        n, k = map(maximum, buffer.shape)
+        return _native.pack_weight(self._pool, sources, DTYPES[buffer.dtype], group_of(buffer.dtype), n, k)
 
     def _copy(self, buffer: Buffer) -> Bytes:
         """A tensor kept in rows: norms and the embedding table."""
         values = self._param(buffer.name)
+        assert not isinstance(values, Quantized), f"{buffer.name} is read by rows"
         memory = aligned(buffer.num_bytes)
         if buffer.dtype == "bfloat16":
             bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
@@ -144,8 +154,10 @@ class ProgramStore:
     def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
         program = lowered.program
         slot_bytes = max((np.dtype(t).itemsize for t in types.values()), default=0)
-        ring = self._native.Ring(RING_SLOTS, slot_bytes) if types else None
-        states, scalars, places = {}, {}, {}
+        ring = _native.Ring(RING_SLOTS, slot_bytes) if types else None
+        states: dict[str, npt.NDArray[np.generic]] = {}
+        scalars: dict[str, npt.NDArray[np.generic]] = {}
+        places: dict[Buffer, Place] = {}
         kept: list[object] = [self._arena, self._rope]
         for buffer in program.buffers():
             if buffer.kind == "weight":
@@ -153,6 +165,7 @@ class ProgramStore:
             elif buffer.kind == "scratch":
                 places[buffer] = address(self._arena) + placement.offsets[buffer]
             elif buffer.name == "ring":
+                assert ring is not None
                 places[buffer] = ring
             else:
                 memory = self._state(buffer)
@@ -162,11 +175,10 @@ class ProgramStore:
                     scalars[buffer.name] = memory.view(np.dtype(buffer.dtype))[:1]
                 elif not buffer.name.startswith(CONTEXT):
                     states[buffer.name] = array_of(buffer, memory)
-        runner = self._native.Runner(self._pool, self.isa)
+        runner = _native.Runner(self._pool, self.isa)
         _add(runner, program.body, places)
-        return NativeProgram(
-            runner=runner, scalars=scalars, states=states, ring=ring, record_types=types, memory=kept
-        )
+        check_fits(runner.scratch_bytes, "scratch of the threads")
+        return NativeProgram(runner=runner, scalars=scalars, states=states, ring=ring, record_types=types, memory=kept)
 
     def _state(self, buffer: Buffer) -> Bytes:
         """Memory of a state or scalar; that of the context is shared and grows with its contents."""
@@ -174,14 +186,13 @@ class ProgramStore:
             return aligned(max(buffer.num_bytes, 8))
         memory = self._context.get(buffer.name)
         if memory is None or len(memory) < buffer.num_bytes:
-            check_fits(buffer.num_bytes, "the context")
             grown = aligned(buffer.num_bytes)
             if memory is not None:
                 grown[: len(memory)] = memory
             memory = self._context[buffer.name] = grown
         return memory
 
-    def _place_of_weight(self, buffer: Buffer) -> object:
+    def _place_of_weight(self, buffer: Buffer) -> int | _native.PackedWeight:
         if buffer.name in ("rope.cos", "rope.sin"):
             return address(self._rope[buffer.name == "rope.sin"])
         key = _key(buffer)
@@ -192,13 +203,15 @@ def _key(buffer: Buffer) -> tuple[str, str, str]:
     return buffer.name, buffer.dtype, buffer.layout
 
 
-def _add(runner: object, body: tuple[Node, ...], places: Mapping[Buffer, object]) -> None:
+def _add(runner: _native.Runner, body: tuple[Node, ...], places: Mapping[Buffer, Place]) -> None:
     for node in body:
         if isinstance(node, Kernel):
-            operands = {role: places[b] for role, b in (node.inputs | node.outputs).items()}
+            operands = {role: places[b] for role, b in (*node.inputs.items(), *node.outputs.items())}
             runner.add(node.op, operands, {name: float(value) for name, value in node.attributes.items()})
             continue
-        (runner.begin_while if isinstance(node, While) else runner.begin_if)(places[node.flag])
+        flag = places[node.flag]
+        assert isinstance(flag, int)
+        (runner.begin_while if isinstance(node, While) else runner.begin_if)(flag)
         _add(runner, node.body, places)
         runner.end()
 
@@ -215,5 +228,16 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _source_type(values: npt.NDArray[np.generic]) -> int:
-    return DTYPES["bfloat16" if values.dtype == np.uint16 else "float32"]
+def _contiguous(param: Param) -> Param:
+    return param if isinstance(param, Quantized) else np.ascontiguousarray(param)
+
+
+def _source(param: Param) -> _native.Source:
+    """What the packer is told about one tensor; the caller keeps the arrays alive."""
+    if not isinstance(param, Quantized):
+        dtype = "bfloat16" if param.dtype == np.uint16 else "float32"
+        return DTYPES[dtype], address(param), param.shape[0], param.shape[1], 0, 0, 0.0
+    rows, columns = param.shape
+    scales = 0 if param.row_scales is None else address(param.row_scales)
+    block_scales = 0 if param.block_scales is None else address(param.block_scales)
+    return DTYPES[param.format], address(param.codes), rows, columns, scales, block_scales, param.multiplier

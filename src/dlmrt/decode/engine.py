@@ -293,6 +293,10 @@ class Engine:
         elif isinstance(prompt, Mapping):
             raise UsageError("the prompt is a single message; put it into a list")
         elif isinstance(prompt, Sequence | np.ndarray) and not isinstance(prompt, bytes | bytearray | memoryview):
+            if len(prompt) > 0 and isinstance(prompt[0], str | list | tuple | np.ndarray):
+                raise UsageError(
+                    f"the prompt is a list of {len(prompt)} prompts; there are no batches, give them one by one"
+                )
             is_conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
             ids = self.tokenizer.encode_messages(cast(Any, prompt)) if is_conversation else list(cast(Any, prompt))
         else:

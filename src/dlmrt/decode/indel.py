@@ -32,7 +32,10 @@ class EditHistory:
         slots = np.flatnonzero(written_L).tolist()
         ids = {slot: self.written.get(slot, frozenset()) | {int(token_L[slot])} for slot in slots}
         return replace(
-            self, is_original_L=is_original_L, seen=self.seen | {tuple(canvas_L.tolist())}, written={**self.written, **ids}
+            self,
+            is_original_L=is_original_L,
+            seen=self.seen | {tuple(canvas_L.tolist())},
+            written={**self.written, **ids},
         )
 
 

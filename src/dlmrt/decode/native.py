@@ -1,13 +1,13 @@
 """The loop of an executor that runs it outside Python, seen through the same events as `decode.loop`.
 
-The executor decides: forwards, predictions, commits, noise, and the ends that ids can bring (EOS, stop ids, max_tokens).
-It appends one record a step and one a block to a ring. This module reads the ring while the loop runs and replays the
-bookkeeping of `decode.loop` on the records: settling, text through `watch`, credit for visible tokens. Events and request
-records are thus made by one text, whoever ran the forwards.
+The executor decides: forwards, predictions, commits, noise, and the ends that ids can bring (EOS, stop ids,
+max_tokens). It appends one record a step and one a block to a ring. This module reads the ring while the loop runs and
+replays the bookkeeping of `decode.loop` on the records: settling, text through `watch`, credit for visible tokens.
+Events and request records are thus made by one text, whoever ran the forwards.
 
-The loop may be some steps ahead of the reader. When a stop string is found in step k, or the request is cancelled before
-step k is read, the answer ends there as it would have in the slow loop: later records are dropped and the loop is told to
-stop. What it computed meanwhile is wasted, never shown.
+The loop may be some steps ahead of the reader. When a stop string is found in step k, or the request is cancelled
+before step k is read, the answer ends there as it would have in the slow loop: later records are dropped and the loop
+is told to stop. What it computed meanwhile is wasted, never shown.
 
 Source: ours.
 """
@@ -58,7 +58,10 @@ class LoopRun(Protocol):
 
 @runtime_checkable
 class LoopExecutor(Protocol):
-    """A denoiser that can run the whole loop by itself: see `dlmrt.program.loop` for names and meaning of its inputs."""
+    """A denoiser that can run the whole loop by itself; `dlmrt.program.loop` gives names and meaning of its inputs."""
+
+    vocab_size: int
+    has_residual: bool
 
     def start_loop(
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
@@ -73,7 +76,7 @@ def run_loop(
     """Run one request in the fastest way that `denoiser` offers.
 
     Args:
-        wants_steps: events are wanted step by step as they happen; otherwise a native loop wakes the reader by the block.
+        wants_steps: steps are wanted as they happen; otherwise a native loop wakes the reader once a block.
         keeps_residual: states carry the residual they consumed.
     """
     is_native = isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS
@@ -90,7 +93,7 @@ def _follow(
     start = num_prompt // length * length if is_grid_at_zero else num_prompt
     pinned, block_idx, num_answer = request.prompt_S[start:], 0, 0
     run = executor.start_loop(
-        _options(executor, request, keeps_residual=keeps_residual),
+        loop_options(request.settings, has_residual=executor.has_residual, keeps_residual=keeps_residual),
         positions=start + -(-(len(pinned) + settings.max_tokens) // length) * length,
         scalars=_scalars(request, num_prefill=start, wants_steps=wants_steps or bool(settings.stop)),
         arrays=_arrays(executor, request),
@@ -207,15 +210,19 @@ def _prefill_chunk(length: int) -> int:
     return max(PREFILL_CHUNK // length * length, length)
 
 
-def _options(executor: Any, request: LoopRequest, *, keeps_residual: bool) -> LoopOptions:
-    settings = request.settings
-    is_filtered = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
-    use_residual = executor.has_residual and settings.use_residual
+def loop_options(settings: ResolvedDecode, *, has_residual: bool, keeps_residual: bool = False) -> LoopOptions:
+    """What a program must be recorded for to serve requests with `settings`."""
+    has_filter = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
+    use_residual = has_residual and settings.use_residual
     return LoopOptions(
-        canvas_length=settings.canvas_length, prefill_chunk=_prefill_chunk(settings.canvas_length),
-        commit_rule=settings.commit_rule, is_greedy=settings.is_greedy, is_filtered=is_filtered and not settings.is_greedy,
-        use_residual=use_residual, keeps_residual=use_residual and keeps_residual,
-    )  # fmt: skip
+        canvas_length=settings.canvas_length,
+        prefill_chunk=_prefill_chunk(settings.canvas_length),
+        commit_rule=settings.commit_rule,
+        is_greedy=settings.is_greedy,
+        is_filtered=has_filter and not settings.is_greedy,
+        use_residual=use_residual,
+        keeps_residual=use_residual and keeps_residual,
+    )
 
 
 def _scalars(request: LoopRequest, *, num_prefill: int, wants_steps: bool) -> dict[str, int | float]:
@@ -233,7 +240,7 @@ def _scalars(request: LoopRequest, *, num_prefill: int, wants_steps: bool) -> di
     }
 
 
-def _arrays(executor: Any, request: LoopRequest) -> dict[str, npt.NDArray[np.generic]]:
+def _arrays(executor: LoopExecutor, request: LoopRequest) -> dict[str, npt.NDArray[np.generic]]:
     vocab_size, settings = executor.vocab_size, request.settings
     return {
         "prompt": request.prompt_S,

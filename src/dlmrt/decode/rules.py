@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from dlmrt.decode.indel import EditHistory, EditIds, apply_edits, best_other
+from dlmrt.decode.indel import EditHistory, apply_edits, best_other
 from dlmrt.decode.sampling import Prediction
 from dlmrt.decode.settings import ResolvedDecode
 from dlmrt.types import Bool, Float32, Int32
@@ -131,16 +131,18 @@ def indel_step(settings: ResolvedDecode, state: BlockState, prediction: Predicti
     """Rule `joint_threshold_indel`. The step that spends the budget, or the last one, writes no special id."""
     assert prediction.probs_LV is not None and settings.edit_ids is not None and settings.edit_threshold is not None
     history = state.history or EditHistory(is_original_L=state.is_open_L)
-    original_L, is_open_L, budget = history.is_original_L & state.is_open_L, state.is_open_L, settings.max_post_edit_steps
+    original_L, is_open_L, budget = (
+        history.is_original_L & state.is_open_L,
+        state.is_open_L,
+        settings.max_post_edit_steps,
+    )
     num_full_steps = state.num_full_steps + (not original_L.any())
     is_final = num_full_steps >= max(budget, 1) or state.step + 1 >= settings.max_denoising_steps
     chosen_L = is_open_L
     if original_L.any() and not is_final:
         # At least one original mask is among them: only so many others are open.
         needed = 1 + int((is_open_L & ~original_L).sum())
-        chosen_L = above_threshold(
-            prediction.confidence_L, is_open_L, threshold=settings.threshold, min_commit=needed
-        )
+        chosen_L = above_threshold(prediction.confidence_L, is_open_L, threshold=settings.threshold, min_commit=needed)
         if budget == 0 and not (original_L & ~chosen_L).any():
             is_final, chosen_L = True, is_open_L
     differs_L = ~is_open_L & ~state.is_pinned_L & (prediction.argmax_L != state.canvas_L)

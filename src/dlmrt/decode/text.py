@@ -87,6 +87,7 @@ class TextCodec:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the tokenizers package raises plain Exception
             raise CheckpointError(f"{path} cannot be read ({error}); download it again") from error
+        _check_added_tokens(tokenizer, path)
         settings = _read_optional(folder / "tokenizer_config.json")
         names = {**_read_optional(folder / "special_tokens_map.json"), **settings}
         config = _read_optional(folder / "config.json")
@@ -397,7 +398,7 @@ def _check_values(messages: Sequence[Mapping[str, Any]], options: Mapping[str, A
         if not isinstance(message, Mapping):
             raise UsageError(f"message {at} is {shown(message)}; it must be an object with role and content")
         if not isinstance(message.get("role"), str):
-            raise UsageError(f"message {at} has no role; give e.g. \"role\": \"user\"")
+            raise UsageError(f'message {at} has no role; give e.g. "role": "user"')
         _check_json(message, f"message {at}")
     _check_json(options, "a template option")
 
@@ -415,6 +416,17 @@ def _check_json(value: Any, where: str, depth: int = 0) -> None:
             _check_json(item, where, depth + 1)
     elif not isinstance(value, str | int | float | None):
         raise UsageError(f"{where} holds {shown(value)}; it must be text, a number, a list or an object")
+
+
+def _check_added_tokens(tokenizer: Tokenizer, path: Path) -> None:
+    """Refuse ids that the tokenizers package would change: it numbers added tokens on where the file leaves a gap."""
+    for token in read_json(path).get("added_tokens") or []:
+        found = tokenizer.token_to_id(token["content"])
+        if found != token["id"]:
+            raise CheckpointError(
+                f"{path}: {token['content']!r} has the id {token['id']} and would be read as {found}; ids of added "
+                "tokens have to follow the vocabulary's without a gap, fill it with reserved tokens"
+            )
 
 
 def _read_optional(path: Path) -> dict[str, Any]:

@@ -58,7 +58,9 @@ class EagerDenoiser:
     def reset(self) -> None:
         """Forget the committed context."""
         layers = map(self.config.attention, range(self.config.num_layers))
-        self._keys = [self._table.new_empty(1, 0, layer.num_kv_heads, layer.head_dim) for layer in layers]  # [1, C, G, H]
+        self._keys = [
+            self._table.new_empty(1, 0, layer.num_kv_heads, layer.head_dim) for layer in layers
+        ]  # [1, C, G, H]
         self._values = list(self._keys)
         self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
 
@@ -168,9 +170,7 @@ class EagerDenoiser:
             )
 
 
-def context_visible(
-    diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor, *, window: int | None = None
-) -> Tensor:
+def context_visible(diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor, *, window: int | None = None) -> Tensor:
     """Bool [T, S]: which committed positions `keys_S` a committed position of `rows_T` sees; the grid starts at 0."""
     if diffusion.context_attention == "causal" or diffusion.in_block_attention == "causal":
         visible = keys_S <= rows_T[:, None]

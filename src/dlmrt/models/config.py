@@ -152,13 +152,11 @@ class ModelConfig:
                 window=None,
             )  # fmt: skip
         window = None if sliding is None else sliding.window
-        return LayerAttention(
-            head_dim=self.head_dim, num_kv_heads=self.num_kv_heads, rope=self.rope, window=window
-        )
+        return LayerAttention(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads, rope=self.rope, window=window)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of bf16 keys and values that one committed token keeps (a token behind a window counts all the same)."""
+        """Bytes of bf16 keys and values that one committed token keeps, also where it is behind a window."""
         layers = map(self.attention, range(self.num_layers))
         return 2 * 2 * sum(layer.num_kv_heads * layer.head_dim for layer in layers)
 
@@ -246,7 +244,7 @@ def parse_config(raw: Mapping[str, Any], *, source: str = "config.json") -> Mode
 def _parse(raw: Mapping[str, Any], source: str) -> ModelConfig:
     architectures = raw.get("architectures") or []
     if not architectures:
-        raise CheckpointError(f"{source} has no 'architectures'; add e.g. \"architectures\": [\"Qwen3ForCausalLM\"]")
+        raise CheckpointError(f'{source} has no \'architectures\'; add e.g. "architectures": ["Qwen3ForCausalLM"]')
     architecture = str(architectures[0])
     if architecture not in READERS:
         known = ", ".join(sorted(READERS))
@@ -440,10 +438,12 @@ def _check_attention(config: ModelConfig, layer: LayerAttention, source: str) ->
     share = layer.rope.partial_rotary_factor
     if not 0 < share <= 1 or int(layer.head_dim * share) % 2:
         raise CheckpointError(
-            f"{source}: partial_rotary_factor {share} of head_dim {layer.head_dim} is not an even number within the head"
+            f"{source}: partial_rotary_factor {share} of head_dim {layer.head_dim} is not an even part of it"
         )
     if layer.window is not None and layer.window < 2:
-        raise CheckpointError(f"{source}: sliding_window {layer.window} shows a row nothing but itself; give at least 2")
+        raise CheckpointError(
+            f"{source}: sliding_window {layer.window} shows a row nothing but itself; give at least 2"
+        )
 
 
 def _check_moe(moe: MoeConfig, source: str) -> None:
@@ -462,8 +462,8 @@ def _check_moe(moe: MoeConfig, source: str) -> None:
         available = moe.expert_capacity
     if not moe.num_experts_per_token <= available <= moe.num_experts:
         raise CheckpointError(
-            f"{source}: {moe.num_experts_per_token} experts a token of {available} admitted of {moe.num_experts} do not "
-            "fit together; each number must be within the next"
+            f"{source}: {moe.num_experts_per_token} experts a token of {available} admitted of {moe.num_experts} do "
+            "not fit together; each number must be within the next"
         )
 
 

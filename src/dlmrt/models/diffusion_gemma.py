@@ -22,7 +22,8 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "UNQUANTIZED", "forward", "has_residual", "head",
+    "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
 DECODER = "model.decoder."
@@ -39,7 +40,10 @@ _NORMS = (
 # Encoder tensors are the decoder's own, stored twice by some files, but for the layers' scalars.
 _SHARED = r"model\.(?:decoder|encoder\.language_model)\."
 RENAMES = (
-    Rename(pattern=rf"{_SHARED}(layers\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", target=DECODER + r"\1.\3_proj", index=2),
+    Rename(
+        pattern=rf"{_SHARED}(layers\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight",
+        target=DECODER + r"\1.\3_proj", index=2,
+    ),
     Rename(pattern=rf"{_SHARED}(layers\..*\.experts)\.gate_up_proj", target=DECODER + r"\1.gate_proj", part=(0, 2)),
     Rename(pattern=rf"{_SHARED}(layers\..*\.experts)\.gate_up_proj", target=DECODER + r"\1.up_proj", part=(1, 2)),
     Rename(
@@ -48,6 +52,8 @@ RENAMES = (
     ),
     Rename(pattern=r"model\.encoder\.(?:vision_tower|embed_vision)\..*", target=None),
 )  # fmt: skip
+JOINS_EXPERTS = True
+UNQUANTIZED = r"\.router\.|self_conditioning"
 FLOAT32 = ()
 
 

@@ -20,6 +20,8 @@ class Family(Protocol):
     EMBEDDING: str  # name of the table [V, D] of input embeddings
     HEAD: str  # name of the head [V, D] where it is not tied
     RENAMES: Sequence[Rename]  # how files spell tensors
+    JOINS_EXPERTS: bool  # plain files hold stacked experts, gate and up in one tensor; else one matrix an expert
+    UNQUANTIZED: str  # expression found in names of matrices, beside embedding and head, that stay as they are
     FLOAT32: tuple[str, ...]  # ends of names of tensors that stay float32 whatever the model runs in
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -15,6 +15,7 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.ops.spec import Ops, Tensor
 
 ADAPTER = "model.residual_adapter."
+STACKED = r"(.*\.experts)\.(gate|up|down)_proj"  # names of stacked experts: prefix, which matrix
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -64,7 +65,9 @@ class Rename:
     pattern: str  # of the whole name in the file
     target: str | None  # name in the model, with the pattern's groups; None: no part of the model
     index: int | None = None  # group that holds the place along the target's first axis
-    part: tuple[int, int] | None = None  # (i, n): the file joins n targets along the last axis but one; this is the i-th
+    part: tuple[int, int] | None = (
+        None  # (i, n): the file joins n targets along the last axis but one; this is the i-th
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,3 +92,35 @@ def _places(name: str, renames: Sequence[Rename]) -> Iterator[Place]:
         if rule.target is not None:
             index = None if rule.index is None else int(match[rule.index])
             yield Place(target=match.expand(rule.target), index=index, part=rule.part)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileName:
+    """A tensor of a file and what of the model it holds: the inverse of `Rename`."""
+
+    name: str
+    sources: tuple[str, ...]  # several: joined along the last axis but one
+    index: int | None = None  # of the first axis; None: all of it
+
+
+def file_names(shapes: Mapping[str, tuple[int, ...]], *, joins: bool) -> list[FileName]:
+    """The tensors of a plain file for the model's tensors `shapes`.
+
+    Args:
+        joins: stacked experts stay whole, gate and up in one tensor; False: one matrix an expert.
+    """
+    names: list[FileName] = []
+    for source, shape in shapes.items():
+        match = re.fullmatch(STACKED, source)
+        if match is None:
+            names.append(FileName(name=source, sources=(source,)))
+        elif not joins:
+            names += [
+                FileName(name=f"{match[1]}.{index}.{match[2]}_proj.weight", sources=(source,), index=index)
+                for index in range(shape[0])
+            ]
+        elif match[2] == "gate":
+            names.append(FileName(name=f"{match[1]}.gate_up_proj", sources=(source, f"{match[1]}.up_proj")))
+        elif match[2] == "down":
+            names.append(FileName(name=source, sources=(source,)))
+    return names

@@ -6,8 +6,8 @@ The residual adapter is ORL's; released checkpoints have none.
 
 Legend: T rows, D hidden_size, E experts, z the residual (soft embedding of the previous step).
 
-Source: LLaDA2.0/2.1 as stored in ZHZisZZ/dllm ca17675 dllm/pipelines/llada2, llada21; block routing of 2.2: eq. 1 of its
-report as sglang 0.5.23 srt/models/llada2.py computes it (the bias counts, ties go to the lower expert).
+Source: LLaDA2.0/2.1 as stored in ZHZisZZ/dllm ca17675 dllm/pipelines/llada2, llada21; block routing of 2.2: eq. 1 of
+its report as sglang 0.5.23 srt/models/llada2.py computes it (the bias counts, ties go to the lower expert).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "RENAMES", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "UNQUANTIZED", "forward", "has_residual", "head",
+    "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.word_embeddings.weight"
@@ -29,11 +30,17 @@ FINAL_NORM = "model.norm.weight"
 
 _PREFIX = r"(?:model\.language_model\.|model\.)"
 RENAMES = (
-    Rename(pattern=rf"{_PREFIX}(layers\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", target=r"model.\1.\3_proj", index=2),
+    Rename(
+        pattern=rf"{_PREFIX}(layers\..*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight",
+        target=r"model.\1.\3_proj",
+        index=2,
+    ),
     Rename(pattern=r"model\.language_model\.((?!layers\..*\.experts\.\d).*)", target=r"model.\1"),
     Rename(pattern=r"model\.lm_head\.weight", target=HEAD),
     Rename(pattern=r".*\.inv_freq|v_head\..*", target=None),
 )
+JOINS_EXPERTS = False
+UNQUANTIZED = r"\.mlp\.gate\.weight$|residual_adapter"
 FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 
 

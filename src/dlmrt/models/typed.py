@@ -92,7 +92,7 @@ def _complaint(hint: Any, value: Any) -> str:
 
 def shown(value: Any) -> str:
     """`value` for a message: short, whatever a hostile file holds."""
-    if isinstance(value, int) and abs(value) > LARGEST**2:
+    if isinstance(value, int) and abs(value) > 1 << 80:
         return "a huge number"
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dlmrt.errors import CheckpointError, UnsupportedModelError
+from dlmrt.models.typed import section_of
 
 Raw = Mapping[str, Any]
 Reader = Callable[[Raw, str], tuple[dict[str, Any], dict[str, Any] | None]]
@@ -47,7 +48,7 @@ def refuse_other(raw: Raw, wanted: Mapping[str, Any], source: str, architecture:
 
 
 def _refuse_partial_rope(raw: Raw, source: str) -> None:
-    section = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+    section = {**section_of(raw, "rope_scaling", source), **section_of(raw, "rope_parameters", source)}
     for given in (raw, section):
         if given.get("partial_rotary_factor", 1.0) != 1.0:
             raise UnsupportedModelError(f"{source}: partial_rotary_factor is not implemented for this architecture")
@@ -97,7 +98,9 @@ def read_llada2(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] |
     canonical = {
         **raw,
         "moe": moe,
-        "eos_token_id": pad if raw.get("eos_token_id") is None else raw["eos_token_id"],  # generate's default: both 156892
+        "eos_token_id": pad
+        if raw.get("eos_token_id") is None
+        else raw["eos_token_id"],  # generate's default: both 156892
         "rope_parameters": {"rope_theta": raw["rope_theta"], "partial_rotary_factor": _rotary_share(raw, source)},
     }
     ids = {key: raw[key] for key in ("delete_token_id", "split_token_id") if raw.get(key) is not None}

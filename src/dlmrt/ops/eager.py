@@ -52,6 +52,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, *, eps: float, is_product_fp32: b
     return (normed * weight.float()).to(x.dtype) if is_product_fp32 else weight * normed.to(x.dtype)
 
 
+Quantizer = Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+
+
 class QuantizedInput:
     """A weight whose products round their input first, as formats with quantised activations do (W4A4, W8A8).
 
@@ -62,7 +65,7 @@ class QuantizedInput:
         quantizers: what rounds the input (see dlmrt.ops.formats): one, or one an expert.
     """
 
-    def __init__(self, weight: Tensor, quantizers: Sequence[Callable[[npt.NDArray[np.float32]], npt.NDArray[np.float32]]]):
+    def __init__(self, weight: Tensor, quantizers: Sequence[Quantizer]) -> None:
         self.weight, self.quantizers = weight, quantizers
 
     def __getitem__(self, expert: int) -> QuantizedInput:
@@ -158,9 +161,7 @@ def _heads(x: Tensor, head_dim: int) -> Tensor:
     return x.reshape(*x.shape[:-1], -1, head_dim)
 
 
-def attention(
-    attend: Attend, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None
-) -> Tensor:
+def attention(attend: Attend, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
     """See `Ops.attention`."""
     out: Tensor = attend(layer_idx, q, k, v, scale=scale)
     return out

@@ -1,10 +1,10 @@
 """Weight formats in numpy, bit-exact: what the bytes of a quantised matrix mean, and how values become those bytes.
 
-Every function is over plain arrays; fp8 and packed fp4 are uint8 bits, since numpy has no such types. Dequantised values
-are float32. The conventions are those of the two libraries that write such files, so that both open ours:
+Every function is over plain arrays; fp8 and packed fp4 are uint8 bits, since numpy has no such types. Dequantised
+values are float32. The conventions are those of the two libraries that write such files, so that both open ours:
 
-    NVFP4   value = e2m1 code * e4m3 scale of 16 neighbours in a row * one float32 scale of the matrix. Two codes a byte,
-            the even column in the low half. Only this float32 scale differs between the dialects: a multiplier here.
+    NVFP4   value = e2m1 code * e4m3 scale of 16 neighbours in a row * one float32 scale of the matrix. Two codes a
+            byte, the even column in the low half. Only this float32 scale differs between dialects: a multiplier here.
     FP8     e4m3 value * float32 scale of the row, of a 128 x 128 block, or of the matrix.
     INT8    int8 value * float32 scale of the row.
     INT4    (code - zero point) * float32 scale of a group in a row; eight codes an int32, low bits first, stored + 8.
@@ -51,7 +51,8 @@ _E4M3 = _e4m3_values()
 
 def e4m3_to_float32(bits: UInt8) -> Float32:
     """Values of e4m3 bits (the variant without infinities); exact."""
-    return _E4M3[bits]
+    values: Float32 = _E4M3[bits]
+    return values
 
 
 def float32_to_e4m3(values: Float32) -> UInt8:
@@ -61,8 +62,9 @@ def float32_to_e4m3(values: Float32) -> UInt8:
     # Three bits behind the leading one; below 2^-6 the steps no longer shrink.
     step = np.ldexp(np.float32(1), np.maximum(exponent - 4, -9))
     rounded = np.rint(magnitude / step) * step
-    code = np.searchsorted(_E4M3[:127], rounded).astype(np.uint8)
-    return code | np.signbit(values).astype(np.uint8) << 7
+    bits: UInt8 = np.searchsorted(_E4M3[:127], rounded).astype(np.uint8)
+    bits |= np.signbit(values).astype(np.uint8) << np.uint8(7)
+    return bits
 
 
 def round_e2m1(values: Float32) -> UInt8:
@@ -71,7 +73,8 @@ def round_e2m1(values: Float32) -> UInt8:
     code = np.zeros(values.shape, dtype=np.uint8)
     for lower, middle in enumerate(_E2M1_MIDDLES):
         code += magnitude >= middle if lower % 2 else magnitude > middle
-    return code | np.signbit(values).astype(np.uint8) << 3
+    code |= np.signbit(values).astype(np.uint8) << np.uint8(3)
+    return code
 
 
 def unpack_e2m1(packed: UInt8) -> Float32:
@@ -81,7 +84,8 @@ def unpack_e2m1(packed: UInt8) -> Float32:
 
 def pack_e2m1(codes: UInt8) -> UInt8:
     """Packed [..., I / 2] of codes [..., I]."""
-    return codes[..., 0::2] | codes[..., 1::2] << 4
+    packed: UInt8 = codes[..., 0::2] | codes[..., 1::2] << np.uint8(4)
+    return packed
 
 
 def dequantize_nvfp4(packed: UInt8, scale_bits: UInt8, shared: np.float32, *, is_divisor: bool = False) -> Float32:
@@ -106,12 +110,13 @@ def quantize_nvfp4(values: Float32, multiplier: np.float32 | None = None) -> tup
 
 
 def _quantize_nvfp4(values: Float32, shared: np.float32) -> tuple[UInt8, UInt8]:
-    groups = values.reshape(*values.shape[:-1], -1, FP4_GROUP)
+    groups: Float32 = values.reshape(*values.shape[:-1], -1, FP4_GROUP)
     largest = np.abs(groups).max(axis=-1)
-    wanted = np.where(largest > 0, largest / (_E2M1_MAX * shared), np.float32(1))
+    wanted: Float32 = np.where(largest > 0, largest / (_E2M1_MAX * shared), np.float32(1)).astype(np.float32)
     scale_bits = float32_to_e4m3(np.clip(wanted, _E4M3_MIN, _E4M3_MAX))
     scale = e4m3_to_float32(scale_bits) * shared
-    return pack_e2m1(round_e2m1(groups / scale[..., None]).reshape(values.shape)), scale_bits
+    codes = round_e2m1((groups / scale[..., None]).reshape(values.shape))
+    return pack_e2m1(codes), scale_bits
 
 
 def nvfp4_multiplier(largest: float | np.floating) -> np.float32:
@@ -212,7 +217,7 @@ def pack_int4(codes: Int32) -> Int32:
 def unpack_int4(packed: Int32, columns: int) -> Int32:
     """Codes -8..7 [O, columns] of words [O, I / 8]."""
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
-    codes = (packed.view(np.uint32)[..., None] >> shifts & np.uint32(15)).astype(np.int32) - 8
+    codes: Int32 = (packed.view(np.uint32)[..., None] >> shifts & np.uint32(15)).astype(np.int32) - 8
     return codes.reshape(packed.shape[0], -1)[:, :columns]
 
 

@@ -40,7 +40,7 @@ class Ops(Protocol):
         self, x: Tensor, z: Tensor, where: Tensor | None, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor,
         *, alpha: float, eps: float, activation: str = "silu", is_product_fp32: bool = False,
     ) -> Tensor:  # fmt: skip
-        """x + alpha * where * down(act(gate n(z)) * up n(z)), n = RMSNorm(norm); z, x [T, D], where [T] bool or None."""
+        """x + alpha * where * down(act(gate n(z)) * up n(z)), n = RMSNorm(norm); z, x [T, D], where bool [T] / None."""
 
     def add(self, x: Tensor, delta: Tensor) -> Tensor:
         """Skip connection: x + delta."""
@@ -73,7 +73,7 @@ class Ops(Protocol):
         self, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor | None, q_norm: Tensor, k_norm: Tensor, positions: Tensor,
         *, head_dim: int, rope: RopeConfig, eps: float,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """As `qkv` with norms of `is_product_fp32`, also of v, there without weight; wv None: v from the k projection."""
+        """As `qkv` with norms of `is_product_fp32`, also of v (without weight); wv None: v is the k projection."""
 
     def attention(
         self, attend: Attend, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None
@@ -99,9 +99,10 @@ class Ops(Protocol):
     def route_softmax(
         self, x: Tensor, scale: Tensor, weight: Tensor, expert_scale: Tensor, *, top_k: int, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Experts [T, K] and weights fp32 [T, K] from softmax(weight (n(x) * scale / sqrt(D))), n an RMSNorm without weight.
+        """Experts [T, K] and weights fp32 [T, K] from softmax(weight (n(x) * scale / sqrt(D))).
 
-        The K best, divided by their sum, each times its `expert_scale` [E]. Equal scores: the lower expert.
+        n is an RMSNorm without weight. The K best, divided by their sum, each times its `expert_scale` [E]. Equal
+        scores: the lower expert.
         """
 
     def moe(

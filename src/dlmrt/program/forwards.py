@@ -13,7 +13,8 @@ Source: ours.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
@@ -25,11 +26,12 @@ CONTEXT = "context."  # states of this prefix are the committed context, which a
 
 @dataclass(frozen=True, kw_only=True)
 class Formats:
-    """Types in which a program keeps what it reads. Example: ``Formats(matrix="int8", table="bfloat16", cache="bfloat16")``."""
+    """Types of what a program reads. Example: ``Formats(matrix="int8", table="bfloat16", cache="bfloat16")``."""
 
     matrix: str = "float32"  # linear layers and the head
     table: str = "float32"  # embedding rows, for lookups and soft embeddings
     cache: str = "float32"  # keys and values
+    named: Mapping[str, str] = field(default_factory=dict)  # matrices in a type of their own, by name
 
 
 class ModelParts:
@@ -53,8 +55,11 @@ class ModelParts:
             # One tensor in two formats: a table for lookups, a matrix for the head.
             head = recorder.weight(self.family.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
             self._head_params = self.params | {self.family.EMBEDDING: head}
-        shape = (capacity, 2, config.num_kv_heads, config.head_dim)
-        self.caches = tuple(recorder.state(f"{CONTEXT}cache.{i}", formats.cache, shape) for i in range(config.num_layers))
+        layers = [config.attention(layer_idx) for layer_idx in range(config.num_layers)]
+        self.caches = tuple(
+            recorder.state(f"{CONTEXT}cache.{i}", formats.cache, (capacity, 2, layer.num_kv_heads, layer.head_dim))
+            for i, layer in enumerate(layers)
+        )
         self._hidden: Buffer | None = None
         if self.diffusion.logit_shift:
             self._hidden = recorder.state(f"{CONTEXT}hidden", "float32", (capacity, config.hidden_size))
@@ -66,13 +71,26 @@ class ModelParts:
             self.recorder.call("hidden_store", {"hidden": hidden, "positions": positions, "cache": self._hidden})
 
     def canvas(
-        self, ids: Buffer, positions: Buffer, visible: Buffer, context: Buffer, *, z: Buffer | None, where: Buffer | None
+        self,
+        ids: Buffer,
+        positions: Buffer,
+        visible: Buffer,
+        context: Buffer,
+        *,
+        z: Buffer | None,
+        where: Buffer | None,
     ) -> Buffer:
         """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
-        hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
+        hidden = None
+        if self._hidden is None or ids.shape[0] != 1:
+            hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
         if self._hidden is not None:
-            hidden = self.recorder.call("shift", {"hidden": hidden, "cache": self._hidden, "context": context})["y"]
-        return self.family.head(self.recorder, self._head_params, self.config, hidden)
+            # One shifted row is the last committed one: next-token prediction needs no forward over the canvas.
+            operands = {"hidden": hidden, "cache": self._hidden, "context": context}
+            hidden = self.recorder.call("shift", operands, dims={"T": ids.shape[0]})["y"]
+        assert hidden is not None
+        logits: Buffer = self.family.head(self.recorder, self._head_params, self.config, hidden)
+        return logits
 
     def soft_embedding(self, probs: Buffer, residual: Buffer) -> None:
         """Write the residual of probs [T, V]."""
@@ -92,7 +110,7 @@ class ModelParts:
     def _format(self, name: str, shape: tuple[int, ...], formats: Formats) -> str:
         if len(shape) == 1:
             return "float32"
-        return formats.table if name == self.family.EMBEDDING else formats.matrix
+        return formats.table if name == self.family.EMBEDDING else formats.named.get(name, formats.matrix)
 
 
 def record_extend(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
@@ -115,7 +133,9 @@ def record_canvas(config: ModelConfig, formats: Formats, *, capacity: int, max_r
         z = recorder.state("residual", "float32", (rows, config.hidden_size), present=recorder.scalar("has_residual"))
         where = recorder.state("where", "bool", (rows,))
     logits = model.canvas(*inputs, recorder.scalar("context"), z=z, where=where)
-    recorder.call("output", {"x": logits}, outputs={"y": recorder.state("logits", "float32", (rows, config.vocab_size))})
+    recorder.call(
+        "output", {"x": logits}, outputs={"y": recorder.state("logits", "float32", (rows, config.vocab_size))}
+    )
     return recorder.finish()
 
 

@@ -5,13 +5,15 @@ thresholds, keys of the random streams, sets of ids as bits. What is fixed per p
 which kernels there are. The host learns what happened from records that the program appends to a ring: one for the
 prefill, one a step, one a block.
 
-A step whose logits are not finite decides nothing: the block closes with the end reason `NON_FINITE` and the rows at fault.
+A step whose logits are not finite decides nothing: the block closes with the end reason `NON_FINITE` and the rows at
+fault.
 
 Source: ours; steps as in dlmrt.decode.loop, which is what it must equal token for token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +21,7 @@ import numpy.typing as npt
 
 from dlmrt.models.config import ModelConfig
 from dlmrt.program.forwards import Formats, ModelParts
-from dlmrt.program.nodes import Buffer, Kernel, Program, Rows, maximum, walk
+from dlmrt.program.nodes import Buffer, Kernel, Program, Rows, Value, maximum, walk
 from dlmrt.program.record import URGENT, Recorder
 
 # Values of the scalar `end_reason`, in the order of their index; 0: the answer goes on.
@@ -92,9 +94,9 @@ class _Loop:
             self._scalars({"top_k": "int64", "top_p": "float64", "min_p": "float32"})
         self._scalars(
             dict.fromkeys(
-                ("context", "num_prefill_forwards", "more_prefill", "more_blocks", "block_idx", "num_pinned", "end_reason",
-                 "step", "num_full_steps", "num_repeats", "num_settled", "has_residual", "is_done", "more_steps",
-                 "num_edits", "is_finite", "is_continued", "is_urgent", "needs_commit"), "int32",
+                ("context", "num_prefill_forwards", "more_prefill", "more_blocks", "block_idx", "num_pinned",
+                 "end_reason", "step", "num_full_steps", "num_repeats", "num_settled", "has_residual", "is_done",
+                 "more_steps", "num_edits", "is_finite", "is_continued", "is_urgent", "needs_commit"), "int32",
             ) | {"num_answer": "int64", "step_temperature": "float32"}
         )  # fmt: skip
         self.residual: Buffer | None = None
@@ -119,40 +121,43 @@ class _Loop:
         self._call("start_request")
         rows = Rows(symbol="T", maximum=self.options.prefill_chunk, count=r.scalar("chunk_rows"))
         b["chunk_rows"] = rows.count
-        ids, positions, visible = (r.state(f"prefill.{name}", "int32", (rows,)) for name in ("ids", "positions", "visible"))
+        ids, positions, visible = (
+            r.state(f"prefill.{name}", "int32", (rows,)) for name in ("ids", "positions", "visible")
+        )
         with r.while_(b["more_prefill"]):
-            self._call(
-                "prefill_chunk", outputs={"ids": ids, "positions": positions, "visible": visible},
-                chunk=self.options.prefill_chunk, **self._visibility(),
-            )  # fmt: skip
+            constants: dict[str, Value] = {"chunk": self.options.prefill_chunk} | self._visibility()
+            self._call("prefill_chunk", constants, outputs={"ids": ids, "positions": positions, "visible": visible})
             self.model.extend(ids, positions, visible)
             self._call("finish_chunk")
         r.publish("prefill", self.ring, self._some("context", "num_prefill_forwards"))
 
     def _start_block(self) -> None:
         """Steps 2 and 3."""
-        self._call("start_block", **self._noise(), **self._visibility(), in_block=self.diffusion.in_block_attention)
+        in_block: dict[str, Value] = {"in_block": self.diffusion.in_block_attention}
+        self._call("start_block", self._noise() | self._visibility() | in_block)
 
     def _step(self) -> None:
         """Steps 4 to 8 and the record of the step."""
         b, r, options = self.buffers, self.r, self.options
-        self._call("start_step", is_schedule=options.commit_rule == "entropy_bound")
+        self._call("start_step", {"is_schedule": options.commit_rule == "entropy_bound"})
         where = b["was_open"] if self.diffusion.residual.where == "masked" else None
-        logits = self.model.canvas(b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where)
+        logits = self.model.canvas(
+            b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where
+        )
         self._predict(logits)
         with r.if_(b["is_finite"]):
             self._commit()
-            self._call("settle", is_sticky=options.commit_rule in ("threshold", "steps"))
+            self._call("settle", {"is_sticky": options.commit_rule in ("threshold", "steps")})
             with r.if_(b["is_continued"]):
-                self._call("renoise", **self._noise())
+                self._call("renoise", self._noise())
                 if self.residual is not None:
-                    probs = self._call_raw("probabilities", {"logits": logits})["probs"]
+                    probs = self._call("probabilities", inputs={"logits": logits})["probs"]
                     self.model.soft_embedding(probs, self.residual)
-                    r.call("set_flag", {}, outputs={"flag": b["has_residual"]}, value=1)
+                    r.call("set_flag", {}, attributes={"value": 1}, outputs={"flag": b["has_residual"]})
             fields = self._some(
-                "block_idx", "step", "num_edits", "num_full_steps", "num_repeats", "is_done", "end_reason", "is_continued",
-                "num_answer", "before", "canvas", "answer", "argmax", "token", "argmax_confidence",
-                "confidence", "entropy", "was_open", "is_open", "committed", "changed",
+                "block_idx", "step", "num_edits", "num_full_steps", "num_repeats", "is_done", "end_reason", "before",
+                "canvas", "answer", "argmax", "token", "argmax_confidence", "confidence", "entropy", "is_open",
+                "committed", "changed",
             )  # fmt: skip
             if options.keeps_residual and self.residual is not None:
                 fields["residual"] = self.residual
@@ -165,7 +170,8 @@ class _Loop:
         if not options.is_greedy:
             # Where nothing is sticky, decided slots are predicted anew.
             inputs["is_drawn"] = self.buffers["is_free" if options.commit_rule == "entropy_bound" else "was_open"]
-        self._call_raw("predict", inputs, is_greedy=options.is_greedy, is_filtered=options.is_filtered)
+        constants: dict[str, Value] = {"is_greedy": options.is_greedy, "is_filtered": options.is_filtered}
+        self._call("predict", constants, inputs=inputs)
 
     def _commit(self) -> None:
         """Step 6."""
@@ -183,8 +189,10 @@ class _Loop:
         self._call("close_block")
         with r.if_(b["needs_commit"]):
             self.model.extend(b["answer"], b["positions"], b["commit_visible"])
-            self._call("commit_rows", length=self.options.canvas_length)
-        r.publish("block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row"))
+            self._call("commit_rows", {"length": self.options.canvas_length})
+        r.publish(
+            "block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row")
+        )
         self._call("next_block")
 
     def _scalars(self, names: dict[str, str]) -> None:
@@ -193,22 +201,19 @@ class _Loop:
     def _some(self, *names: str) -> dict[str, Buffer]:
         return {name: self.buffers[name] for name in names}
 
-    def _call(self, op: str, *, outputs: dict[str, Buffer] | None = None, **attributes: int | float | str | bool) -> None:
-        self._call_raw(op, {}, outputs=outputs, **attributes)
-
-    def _call_raw(
-        self, op: str, inputs: dict[str, Buffer], *, outputs: dict[str, Buffer] | None = None,
-        **attributes: int | float | str | bool,
+    def _call(
+        self, op: str, attributes: Mapping[str, Value] | None = None, *, inputs: Mapping[str, Buffer] | None = None,
+        outputs: Mapping[str, Buffer] | None = None,
     ) -> dict[str, Buffer]:  # fmt: skip
-        """Record `op` with every operand that has the name of one of the loop's buffers."""
-        return self.r.call_named(op, self.buffers | inputs, outputs=outputs, **attributes)
+        """Record `op` with `inputs` and every other operand that has the name of one of the loop's buffers."""
+        return self.r.call_named(op, self.buffers | dict(inputs or {}), attributes=attributes, outputs=outputs)
 
-    def _noise(self) -> dict[str, int]:
+    def _noise(self) -> dict[str, Value]:
         """The id that fills open slots; -1: uniform ids."""
         return {"mask_token_id": -1 if self.diffusion.mask_token_id is None else self.diffusion.mask_token_id}
 
-    def _visibility(self) -> dict[str, int]:
-        """Attribute `block` of committed rows: they see whole blocks of that length; 0: only what stands before them."""
+    def _visibility(self) -> dict[str, Value]:
+        """Attribute `block` of committed rows: they see whole blocks of that length; 0: what stands before them."""
         is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
         return {"block": 0 if is_causal else self.diffusion.canvas_length}
 
@@ -218,7 +223,7 @@ def record_types(program: Program) -> dict[str, npt.DTypeLike]:
     types: dict[str, npt.DTypeLike] = {}
     for node in walk(program.body):
         if isinstance(node, Kernel) and node.op == "publish":
-            fields = [("kind", np.int32, ())]
+            fields: list[tuple[str, npt.DTypeLike, tuple[int, ...]]] = [("kind", np.int32, ())]
             fields += [
                 (name, np.dtype(buffer.dtype), tuple(maximum(dim) for dim in buffer.shape))
                 for name, buffer in node.inputs.items() if name != URGENT

@@ -1,9 +1,10 @@
 """Where scratch lies: offsets in one arena, reused as soon as a buffer is dead, and what a program needs in bytes.
 
-A scratch buffer lives from the node that writes it first to the node that touches it last; if one of them stands inside a
-While and the other before it, it lives through the whole While, since the next turn may read it. Buffers that live at the
-same time never share a byte. Placement is greedy by size: the largest first, each at the lowest offset where it fits
-between those already placed. The peak is reported beside its lower bound, the largest sum of what lives at one moment.
+A scratch buffer lives from the node that writes it first to the node that touches it last; if one of them stands inside
+a While and the other before it, it lives through the whole While, since the next turn may read it. Buffers that live at
+the same time never share a byte. Placement is greedy by size: the largest first, each at the lowest offset where it
+fits between those already placed. The peak is reported beside its lower bound, the largest sum of what lives at one
+moment.
 
 Source: greedy by size as in Pisarchyk and Lee, "Efficient memory management for deep neural net inference"
 (arXiv 2001.03288), section 5.3.
@@ -100,7 +101,9 @@ def _aligned(buffer: Buffer) -> int:
 def _lowest_gap(buffer: Buffer, intervals: Mapping[Buffer, Interval], offsets: Mapping[Buffer, int]) -> int:
     """Lowest offset at which `buffer` meets no placed buffer that is alive with it."""
     neighbours = sorted(
-        (offset, offset + _aligned(other)) for other, offset in offsets.items() if intervals[other].overlaps(intervals[buffer])
+        (offset, offset + _aligned(other))
+        for other, offset in offsets.items()
+        if intervals[other].overlaps(intervals[buffer])
     )
     low = 0
     for begin, end in neighbours:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from dlmrt.models.config import RopeConfig
+from dlmrt.ops.spec import Attend
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum
 from dlmrt.program.signatures import Operand, signature
 
@@ -75,8 +76,8 @@ class Recorder:
     # Nodes.
 
     def call(
-        self, op: str, inputs: Mapping[str, Buffer | None], *, outputs: Mapping[str, Buffer] | None = None,
-        dims: Mapping[str, Dim] | None = None, **attributes: Value,
+        self, op: str, inputs: Mapping[str, Buffer | None], *, attributes: Mapping[str, Value] | None = None,
+        outputs: Mapping[str, Buffer] | None = None, dims: Mapping[str, Dim] | None = None,
     ) -> dict[str, Buffer]:  # fmt: skip
         """Write one kernel node and return its outputs by name.
 
@@ -104,17 +105,18 @@ class Recorder:
             else:
                 shape = tuple(_size(op, operand, word, sizes) for word in operand.dims)
                 written[operand.name] = self._scratch(self._types.get(operand.dtype, (operand.dtype,))[0], shape)
-        self._append(Kernel(op=op, inputs=given, outputs=written, attributes=attributes))
+        self._append(Kernel(op=op, inputs=given, outputs=written, attributes=dict(attributes or {})))
         return written
 
     def call_named(
-        self, op: str, buffers: Mapping[str, Buffer], *, outputs: Mapping[str, Buffer] | None = None, **attributes: Value
-    ) -> dict[str, Buffer]:
+        self, op: str, buffers: Mapping[str, Buffer], *, attributes: Mapping[str, Value] | None = None,
+        outputs: Mapping[str, Buffer] | None = None,
+    ) -> dict[str, Buffer]:  # fmt: skip
         """As `call`, with every operand of `op` taken from `buffers` by name; `outputs` come first."""
         wanted, results = signature(op)
         inputs = {operand.name: buffers[operand.name] for operand in wanted if operand.name in buffers}
         targets = {o.name: buffers[o.name] for o in results if o.dtype is not None and o.name in buffers}
-        return self.call(op, inputs, outputs=targets | dict(outputs or {}), **attributes)
+        return self.call(op, inputs, attributes=attributes, outputs=targets | dict(outputs or {}))
 
     def publish(self, kind: str, ring: Buffer, fields: Mapping[str, Buffer], *, urgent: Buffer | None = None) -> None:
         """Append one record with the present values of `fields`, in this order, to the ring that the host reads.
@@ -161,8 +163,9 @@ class Recorder:
         if buffer.dtype not in types:
             raise RecordError(f"{op}: {operand.name} ({buffer.name}) is {buffer.dtype}, wanted {' or '.join(types)}")
         if len(buffer.shape) != len(operand.dims):
+            found = describe(buffer.shape)
             raise RecordError(
-                f"{op}: {operand.name} ({buffer.name}) has shape {describe(buffer.shape)}, wanted [{', '.join(operand.dims)}]"
+                f"{op}: {operand.name} ({buffer.name}) has shape {found}, wanted [{', '.join(operand.dims)}]"
             )
         for word, size in zip(operand.dims, buffer.shape, strict=True):
             expected = _bind(word, size, sizes)
@@ -180,7 +183,7 @@ class Recorder:
 
     def embed(self, table: Buffer, ids: Buffer, *, scale: float = 1.0) -> Buffer:
         """See `Ops.embed`."""
-        return self.call("embed", {"table": table, "ids": ids}, scale=scale)["x"]
+        return self.call("embed", {"table": table, "ids": ids}, attributes={"scale": scale})["x"]
 
     def residual_mix(
         self, x: Buffer, z: Buffer, where: Buffer | None, norm: Buffer, gate: Buffer, up: Buffer, down: Buffer,
@@ -190,9 +193,9 @@ class Recorder:
         operands = {"x": x, "z": z, "where": where, "norm": norm, "gate": gate, "up": up, "down": down}
         constants: dict[str, Value] = {"alpha": alpha, "eps": eps, "activation": activation}
         if z.present is None:
-            return self.call("residual_mix", operands, **constants)["x"]
+            return self.call("residual_mix", operands, attributes=constants)["x"]
         with self.if_(z.present):
-            return self.call("residual_mix", operands, **constants)["x"]
+            return self.call("residual_mix", operands, attributes=constants)["x"]
 
     def add(self, x: Buffer, delta: Buffer) -> Buffer:
         """See `Ops.add`."""
@@ -204,7 +207,7 @@ class Recorder:
 
     def rms_norm(self, x: Buffer, weight: Buffer | None, *, eps: float, is_product_fp32: bool = False) -> Buffer:
         """See `Ops.rms_norm`; activations are not rounded between norm and product here."""
-        return self.call("rms_norm", {"x": x, "weight": weight}, eps=eps)["y"]
+        return self.call("rms_norm", {"x": x, "weight": weight}, attributes={"eps": eps})["y"]
 
     def linear(self, x: Buffer, weight: Buffer) -> Buffer:
         """See `Ops.linear`."""
@@ -216,7 +219,9 @@ class Recorder:
     ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
         """See `Ops.qkv`."""
         operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
-        return _qkv(self.call("qkv", operands, dims={"H": head_dim}, eps=eps, rope=describe_rope(rope)))
+        return _qkv(
+            self.call("qkv", operands, dims={"H": head_dim}, attributes={"eps": eps, "rope": describe_rope(rope)})
+        )
 
     def qkv_packed(
         self, x: Buffer, weight: Buffer, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
@@ -226,7 +231,7 @@ class Recorder:
         operands = {"x": x, "weight": weight, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
         num_kv_heads = (maximum(weight.shape[0]) // head_dim - num_heads) // 2
         dims: dict[str, Dim] = {"N": num_heads, "G": num_kv_heads, "H": head_dim}
-        return _qkv(self.call("qkv_packed", operands, dims=dims, eps=eps, rope=describe_rope(rope)))
+        return _qkv(self.call("qkv_packed", operands, dims=dims, attributes={"eps": eps, "rope": describe_rope(rope)}))
 
     def qkv_normed(
         self, x: Buffer, wq: Buffer, wk: Buffer, wv: Buffer | None, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
@@ -234,20 +239,20 @@ class Recorder:
     ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
         """See `Ops.qkv_normed`."""
         operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "q_norm": q_norm, "k_norm": k_norm, "positions": positions}
-        return _qkv(
-            self.call("qkv", operands, dims={"H": head_dim}, eps=eps, rope=describe_rope(rope), is_value_normed=True)
-        )
+        constants: dict[str, Value] = {"eps": eps, "rope": describe_rope(rope), "is_value_normed": True}
+        return _qkv(self.call("qkv", operands, dims={"H": head_dim}, attributes=constants))
 
     def attention(
-        self, attend: CacheAttention, layer_idx: int, q: Buffer, k: Buffer, v: Buffer, *, scale: float | None = None
+        self, attend: Attend, layer_idx: int, q: Buffer, k: Buffer, v: Buffer, *, scale: float | None = None
     ) -> Buffer:
         """See `Ops.attention`."""
-        return attend(layer_idx, q, k, v, scale=scale)
+        out: Buffer = attend(layer_idx, q, k, v, scale=scale)
+        return out
 
     def gated_mlp(self, x: Buffer, gate: Buffer, up: Buffer, down: Buffer, *, activation: str = "silu") -> Buffer:
         """See `Ops.gated_mlp`."""
         operands = {"x": x, "gate": gate, "up": up, "down": down}
-        return self.call("gated_mlp", operands, activation=activation)["y"]
+        return self.call("gated_mlp", operands, attributes={"activation": activation})["y"]
 
     def route_sigmoid(
         self, x: Buffer, weight: Buffer, bias: Buffer,
@@ -255,11 +260,12 @@ class Recorder:
         scaling_factor: float,
     ) -> tuple[Buffer, Buffer]:  # fmt: skip
         """See `Ops.route_sigmoid`; capacity 0 stands for none."""
-        out = self.call(
-            "route_sigmoid", {"x": x, "weight": weight, "bias": bias}, dims={"K": top_k}, num_groups=num_groups,
-            num_kept_groups=num_kept_groups, capacity=capacity or 0, block_length=block_length,
-            scaling_factor=scaling_factor,
-        )  # fmt: skip
+        constants: dict[str, Value] = {
+            "num_groups": num_groups, "num_kept_groups": num_kept_groups, "capacity": capacity or 0,
+            "block_length": block_length, "scaling_factor": scaling_factor,
+        }  # fmt: skip
+        operands = {"x": x, "weight": weight, "bias": bias}
+        out = self.call("route_sigmoid", operands, dims={"K": top_k}, attributes=constants)
         return out["experts"], out["weights"]
 
     def route_softmax(
@@ -267,7 +273,7 @@ class Recorder:
     ) -> tuple[Buffer, Buffer]:
         """See `Ops.route_softmax`."""
         operands = {"x": x, "scale": scale, "weight": weight, "expert_scale": expert_scale}
-        out = self.call("route_softmax", operands, dims={"K": top_k}, eps=eps)
+        out = self.call("route_softmax", operands, dims={"K": top_k}, attributes={"eps": eps})
         return out["experts"], out["weights"]
 
     def moe(
@@ -275,15 +281,15 @@ class Recorder:
     ) -> Buffer:
         """See `Ops.moe`."""
         operands = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
-        return self.call("moe", operands, activation=activation)["y"]
+        return self.call("moe", operands, attributes={"activation": activation})["y"]
 
     def soft_cap(self, logits: Buffer, *, cap: float) -> Buffer:
         """See `Ops.soft_cap`."""
-        return self.call("soft_cap", {"logits": logits}, cap=cap)["y"]
+        return self.call("soft_cap", {"logits": logits}, attributes={"cap": cap})["y"]
 
     def soft_embedding(self, probs: Buffer, table: Buffer, *, scale: float) -> Buffer:
         """See `Ops.soft_embedding`."""
-        return self.call("soft_embedding", {"probs": probs, "table": table}, scale=scale)["z"]
+        return self.call("soft_embedding", {"probs": probs, "table": table}, attributes={"scale": scale})["z"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +306,8 @@ class CacheAttention:
         cache = self.caches[layer_idx]
         self.recorder.call("kv_store", {"k": k, "v": v, "positions": self.positions, "cache": cache})
         constants: dict[str, Value] = {} if scale is None else {"scale": scale}
-        return self.recorder.call("attention", {"q": q, "cache": cache, "visible": self.visible}, **constants)["y"]
+        operands = {"q": q, "cache": cache, "visible": self.visible}
+        return self.recorder.call("attention", operands, attributes=constants)["y"]
 
 
 def describe_rope(rope: RopeConfig) -> str:
@@ -369,5 +376,7 @@ def _check_written(name: str, body: tuple[Node, ...], written: set[Buffer]) -> N
             continue
         for role, buffer in node.inputs.items():
             if buffer.kind == "scratch" and buffer not in written:
-                raise RecordError(f"{name}: {node.op} reads {role} ({buffer.name}) before it is written; make it a state")
+                raise RecordError(
+                    f"{name}: {node.op} reads {role} ({buffer.name}) before it is written; make it a state"
+                )
         written.update(node.outputs.values())

@@ -1,7 +1,7 @@
 """A program as text: what `dlmrt show --program` prints and what the tests compare with golden files.
 
-One line a node: outputs, operation, inputs, attributes. Indentation is nesting. Above it what the program reads and keeps;
-below it nothing, so that two listings can be compared line by line.
+One line a node: outputs, operation, inputs, attributes. Indentation is nesting. Above it what the program reads and
+keeps; below it nothing, so that two listings can be compared line by line.
 
 Source: ours.
 """
@@ -27,7 +27,9 @@ def show(program: Program) -> str:
     rows = {dim.symbol: dim for buffer in buffers for dim in buffer.shape if isinstance(dim, Rows)}
     lines += [f"  rows     {symbol} = {dim.count.name}, at most {dim.maximum}" for symbol, dim in rows.items()]
     lines += [
-        f"  state    {buffer.name} {buffer.dtype}{describe(buffer.shape)}" for buffer in buffers if buffer.kind == "state"
+        f"  state    {buffer.name} {buffer.dtype}{describe(buffer.shape)}"
+        for buffer in buffers
+        if buffer.kind == "state"
     ]
     lines.append(f"  scratch  {plan(program).describe()}")
     lines += _nodes(program.body, depth=0)

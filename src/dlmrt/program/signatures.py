@@ -1,12 +1,12 @@
-"""Every operation that may stand in a program, as data: operands, types, shapes. Recorder and lowerings read this table.
+"""Every operation that may stand in a program, as data: operands, types and shapes.
 
-Notation: ``name:type[dims]``, `?` marks an input that may be left out, `->` parts inputs from outputs. An output with the
-name of an input and no type of its own is that input, updated in place. A letter stands for one size throughout its line, a
-product as `N*H` for the product of two; `[]` is a scalar. `act` is the type of activations, `weight` any format of weights,
-`kv` the cache's type, any other word a type of `ITEM_BYTES`.
+Notation: ``name:type[dims]``, `?` marks an input that may be left out, `->` parts inputs from outputs. An output with
+the name of an input and no type of its own is that input, updated in place. A letter stands for one size throughout its
+line, a product as `N*H` for the product of two; `[]` is a scalar. `act` is the type of activations, `weight` any format
+of weights, `kv` the cache's type, any other word a type of `ITEM_BYTES`.
 
-Legend: T rows, D model width, F MLP width, N query heads, G key/value heads, H head width, V vocabulary, W words of one bit
-an id, C positions of the cache, P prompt or packed columns, L canvas slots, E experts, K experts of a row.
+Legend: T rows, D model width, F MLP width, N query heads, G key/value heads, H head width, V vocabulary, W words of one
+bit an id, C positions of the cache, P prompt or packed columns, L canvas slots, E experts, K experts of a row.
 
 Source: ours; the model's operations are those of dlmrt.ops.spec, the loop's the numbered steps of dlmrt.decode.loop.
 """
@@ -15,23 +15,25 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 MODEL_OPS = {
     "embed": "table:weight[V,D] ids:int32[T] -> x:act[T,D]",
     # x += alpha * adapter(z) on the rows of `where`
-    "residual_mix": "x:act[T,D] z:float32[T,D] where?:bool[T] norm:weight[D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> x",
+    "residual_mix": (
+        "x:act[T,D] z:float32[T,D] where?:bool[T] norm:weight[D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> x"
+    ),
     "add": "x:act[T,D] delta:act[T,D] -> y:act[T,D]",
     "scale": "x:act[T,D] factor:weight[O] -> y:act[T,D]",
     "rms_norm": "x:act[T,D] weight?:weight[D] -> y:act[T,D]",
     "linear": "x:act[T,D] weight:weight[F,D] -> y:act[T,F]",
     "qkv": (
-        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv?:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T]"
-        " -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
+        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv?:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] "
+        "positions:int32[T] -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
     ),
     "qkv_packed": (
-        "x:act[T,D] weight:weight[P,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T]"
-        " -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
+        "x:act[T,D] weight:weight[P,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T] -> q:act[T,N,H] "
+        "k:act[T,G,H] v:act[T,G,H]"
     ),
     # keys and values of the rows, at their positions
     "kv_store": "k:act[T,G,H] v:act[T,G,H] positions:int32[T] cache:kv[C,2,G,H] -> cache",
@@ -41,27 +43,31 @@ MODEL_OPS = {
     # experts and their weights, K a row
     "route_sigmoid": "x:act[T,D] weight:weight[E,D] bias:weight[E] -> experts:int32[T,K] weights:float32[T,K]",
     "route_softmax": (
-        "x:act[T,D] scale:weight[D] weight:weight[E,D] expert_scale:weight[E] -> experts:int32[T,K] weights:float32[T,K]"
+        "x:act[T,D] scale:weight[D] weight:weight[E,D] expert_scale:weight[E] -> experts:int32[T,K] "
+        "weights:float32[T,K]"
     ),
     "moe": (
-        "x:act[T,D] experts:int32[T,K] weights:float32[T,K] gate:weight[E,F,D] up:weight[E,F,D] down:weight[E,D,F]"
-        " -> y:act[T,D]"
+        "x:act[T,D] experts:int32[T,K] weights:float32[T,K] gate:weight[E,F,D] up:weight[E,F,D] "
+        "down:weight[E,D,F] -> y:act[T,D]"
     ),
     "soft_cap": "logits:act[T,V] -> y:act[T,V]",
     "soft_embedding": "probs:float32[T,V] table:weight[V,D] -> z:float32[T,D]",
-    # logit_shift 1: the final hidden states of committed rows, kept by position; slot 0 reads the one before `context`
+    # logit_shift 1: the final hidden states of committed rows, kept by position; slot 0 reads the one before
+    # `context`
     "hidden_store": "hidden:act[T,D] positions:int32[T] cache:act[C,D] -> cache",
-    "shift": "hidden:act[T,D] cache:act[C,D] context:int32[] -> y:act[T,D]",
+    "shift": "hidden?:act[T,D] cache:act[C,D] context:int32[] -> y:act[T,D]",
     # a result that outlives the run
     "output": "x:act[T,D] -> y:float32[T,D]",
 }
 
 HEAD_OPS = {
-    # steps 5: what sampling.predict computes, per row; draws only where is_drawn. Attributes is_greedy, is_filtered.
+    # steps 5: what sampling.predict computes, per row; draws only where is_drawn. Attributes is_greedy,
+    # is_filtered.
     "predict": (
-        "logits:act[T,V] banned:uint32[W] step_temperature:float32[] is_drawn?:bool[T] seed?:uint64[] block_idx?:int32[]"
-        " step?:int32[] top_k?:int64[] top_p?:float64[] min_p?:float32[] -> argmax:int32[T] argmax_confidence:float32[T]"
-        " token:int32[T] confidence:float32[T] entropy:float32[T] log_sum_exp:float32[T] is_finite_row:bool[T] is_finite:int32[]"
+        "logits:act[T,V] banned:uint32[W] step_temperature:float32[] is_drawn?:bool[T] seed?:uint64[] "
+        "block_idx?:int32[] step?:int32[] top_k?:int64[] top_p?:float64[] min_p?:float32[] -> argmax:int32[T] "
+        "argmax_confidence:float32[T] token:int32[T] confidence:float32[T] entropy:float32[T] "
+        "log_sum_exp:float32[T] is_finite_row:bool[T] is_finite:int32[]"
     ),
     # the tempered, unfiltered distribution
     "probabilities": (
@@ -70,60 +76,68 @@ HEAD_OPS = {
 }
 
 LOOP_OPS = {
-    # 1 prefill: the first num_prefill ids of the prompt in chunks (attribute `chunk`); visibility by `attention`, `block`
+    # 1 prefill: the first num_prefill ids of the prompt in chunks (attribute `chunk`); visibility by
+    # `attention`, `block`
     "start_request": (
-        "num_prompt:int32[] num_prefill:int32[] cancel:int32[] -> context:int32[] num_prefill_forwards:int32[]"
-        " more_prefill:int32[] more_blocks:int32[] block_idx:int32[] num_pinned:int32[] num_answer:int64[] end_reason:int32[]"
+        "num_prompt:int32[] num_prefill:int32[] cancel:int32[] -> context:int32[] num_prefill_forwards:int32[] "
+        "more_prefill:int32[] more_blocks:int32[] block_idx:int32[] num_pinned:int32[] num_answer:int64[] "
+        "end_reason:int32[]"
     ),
     "prefill_chunk": (
-        "prompt:int32[P] context:int32[] num_prefill:int32[] -> chunk_rows:int32[] ids:int32[T] positions:int32[T] visible:int32[T]"
+        "prompt:int32[P] context:int32[] num_prefill:int32[] -> chunk_rows:int32[] ids:int32[T] "
+        "positions:int32[T] visible:int32[T]"
     ),
     "finish_chunk": (
-        "chunk_rows:int32[] num_prefill:int32[] cancel:int32[] context:int32[] num_prefill_forwards:int32[]"
-        " -> context num_prefill_forwards more_prefill:int32[]"
+        "chunk_rows:int32[] num_prefill:int32[] cancel:int32[] context:int32[] num_prefill_forwards:int32[] -> "
+        "context num_prefill_forwards more_prefill:int32[]"
     ),
-    # 2 start canvas: pinned prompt part, noise elsewhere; counters of the block at 0. 3: more_steps = not cancel.
+    # 2 start canvas: pinned prompt part, noise elsewhere; counters of the block at 0. 3: more_steps = not
+    # cancel.
     "start_block": (
-        "prompt:int32[P] num_prompt:int32[] num_pinned:int32[] context:int32[] block_idx:int32[] cancel:int32[]"
-        " allowed?:int32[V] num_allowed?:int32[] noise_key?:uint64[] end_reason:int32[]"
-        " -> canvas:int32[L] answer:int32[L] is_open:bool[L] is_free:bool[L] positions:int32[L] visible:int32[L]"
-        " commit_visible:int32[L] step:int32[] num_full_steps:int32[] num_repeats:int32[] num_settled:int32[]"
-        " has_residual:int32[] is_done:int32[] more_steps:int32[] end_reason"
+        "prompt:int32[P] num_prompt:int32[] num_pinned:int32[] context:int32[] block_idx:int32[] cancel:int32[] "
+        "allowed?:int32[V] num_allowed?:int32[] noise_key?:uint64[] end_reason:int32[] -> canvas:int32[L] "
+        "answer:int32[L] is_open:bool[L] is_free:bool[L] positions:int32[L] visible:int32[L] "
+        "commit_visible:int32[L] step:int32[] num_full_steps:int32[] num_repeats:int32[] num_settled:int32[] "
+        "has_residual:int32[] is_done:int32[] more_steps:int32[] end_reason"
     ),
     # what the step consumes, kept for its record; the temperature of the step
     "start_step": (
-        "canvas:int32[L] is_open:bool[L] step:int32[] temperature:float64[] t_min?:float64[] t_max?:float64[]"
-        " max_steps:int32[] -> before:int32[L] was_open:bool[L] step_temperature:float32[]"
+        "canvas:int32[L] is_open:bool[L] step:int32[] temperature:float64[] t_min?:float64[] t_max?:float64[] "
+        "max_steps:int32[] -> before:int32[L] was_open:bool[L] step_temperature:float32[]"
     ),
     # 6 commit, one operation a rule
     "commit_threshold": (
-        "argmax:int32[L] argmax_confidence:float32[L] token:int32[L] confidence:float32[L] was_open:bool[L] is_free:bool[L]"
-        " threshold:float32[] min_commit:int32[] max_steps:int32[] edit_threshold?:float32[] max_post_edit_steps?:int32[]"
-        " canvas:int32[L] answer:int32[L] is_open:bool[L] step:int32[] num_full_steps:int32[]"
-        " -> canvas answer is_open step num_full_steps committed:bool[L] changed:bool[L] num_edits:int32[] is_done:int32[]"
+        "argmax:int32[L] argmax_confidence:float32[L] token:int32[L] confidence:float32[L] was_open:bool[L] "
+        "is_free:bool[L] threshold:float32[] min_commit:int32[] max_steps:int32[] edit_threshold?:float32[] "
+        "max_post_edit_steps?:int32[] canvas:int32[L] answer:int32[L] is_open:bool[L] step:int32[] "
+        "num_full_steps:int32[] -> canvas answer is_open step num_full_steps committed:bool[L] changed:bool[L] "
+        "num_edits:int32[] is_done:int32[]"
     ),
     "commit_steps": (
-        "token:int32[L] confidence:float32[L] was_open:bool[L] max_steps:int32[] canvas:int32[L] answer:int32[L] is_open:bool[L]"
-        " step:int32[] -> canvas answer is_open step committed:bool[L] changed:bool[L] num_edits:int32[] is_done:int32[]"
+        "token:int32[L] confidence:float32[L] was_open:bool[L] max_steps:int32[] canvas:int32[L] answer:int32[L] "
+        "is_open:bool[L] step:int32[] -> canvas answer is_open step committed:bool[L] changed:bool[L] "
+        "num_edits:int32[] is_done:int32[]"
     ),
     "commit_entropy_bound": (
-        "argmax:int32[L] token:int32[L] entropy:float32[L] is_free:bool[L] entropy_bound:float64[] stop_entropy:float64[]"
-        " stability_threshold:int32[] max_steps:int32[] canvas:int32[L] answer:int32[L] is_open:bool[L] step:int32[]"
-        " num_repeats:int32[]"
-        " -> canvas answer is_open step num_repeats committed:bool[L] changed:bool[L] num_edits:int32[] is_done:int32[]"
+        "argmax:int32[L] token:int32[L] entropy:float32[L] is_free:bool[L] entropy_bound:float64[] "
+        "stop_entropy:float64[] stability_threshold:int32[] max_steps:int32[] canvas:int32[L] answer:int32[L] "
+        "is_open:bool[L] step:int32[] num_repeats:int32[] -> canvas answer is_open step num_repeats "
+        "committed:bool[L] changed:bool[L] num_edits:int32[] is_done:int32[]"
     ),
-    # 7 settle: end_reason; is_continued = another step of this block follows; is_urgent = not, or the host wants every step
+    # 7 settle: end_reason; is_continued = another step of this block follows; is_urgent = not, or the host
+    # wants every step
     "settle": (
-        "answer:int32[L] is_open:bool[L] is_done:int32[] eos:uint32[W] stop:uint32[W] max_tokens:int64[]"
-        " wants_steps:int32[] num_settled:int32[] num_answer:int64[] end_reason:int32[]"
-        " -> num_settled num_answer end_reason is_continued:int32[] is_urgent:int32[]"
+        "answer:int32[L] is_open:bool[L] is_done:int32[] eos:uint32[W] stop:uint32[W] max_tokens:int64[] "
+        "wants_steps:int32[] num_settled:int32[] num_answer:int64[] end_reason:int32[] -> num_settled num_answer "
+        "end_reason is_continued:int32[] is_urgent:int32[]"
     ),
     # 8 renoise the open slots
     "renoise": (
-        "is_open:bool[L] step:int32[] block_idx:int32[] allowed?:int32[V] num_allowed?:int32[] noise_key?:uint64[]"
-        " canvas:int32[L] -> canvas"
+        "is_open:bool[L] step:int32[] block_idx:int32[] allowed?:int32[V] num_allowed?:int32[] "
+        "noise_key?:uint64[] canvas:int32[L] -> canvas"
     ),
-    "set_flag": "-> flag:int32[]",  # to attribute `value`
+    # to attribute `value`
+    "set_flag": "-> flag:int32[]",
     # 3 cancel? before the next forward
     "finish_step": (
         "is_done:int32[] is_finite:int32[] cancel:int32[] end_reason:int32[] -> more_steps:int32[] end_reason"
@@ -131,9 +145,7 @@ LOOP_OPS = {
     # 10 commit forward, unless the answer has ended
     "close_block": "end_reason:int32[] -> needs_commit:int32[]",
     "commit_rows": "context:int32[] -> context",
-    "next_block": (
-        "end_reason:int32[] block_idx:int32[] -> block_idx num_pinned:int32[] more_blocks:int32[]"
-    ),
+    "next_block": "end_reason:int32[] block_idx:int32[] -> block_idx num_pinned:int32[] more_blocks:int32[]",
 }  # fmt: skip
 
 SIGNATURES: dict[str, str] = MODEL_OPS | HEAD_OPS | LOOP_OPS
@@ -152,7 +164,7 @@ class Operand:
 _OPERAND = re.compile(r"(\w+)(\?)?(?::(\w+)\[([\w,*]*)\])?")
 
 
-@lru_cache(maxsize=None)
+@cache
 def signature(op: str) -> tuple[tuple[Operand, ...], tuple[Operand, ...]]:
     """Inputs and outputs of `op`."""
     inputs, outputs = SIGNATURES[op].split("->")
@@ -166,6 +178,8 @@ def _operands(text: str) -> tuple[Operand, ...]:
         assert match is not None, word
         name, optional, dtype, dims = match.groups()
         found.append(
-            Operand(name=name, dtype=dtype, dims=tuple(dims.split(",")) if dims else (), is_optional=optional is not None)
+            Operand(
+                name=name, dtype=dtype, dims=tuple(dims.split(",")) if dims else (), is_optional=optional is not None
+            )
         )
     return tuple(found)

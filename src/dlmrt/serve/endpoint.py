@@ -127,6 +127,7 @@ class CompletionsEndpoint:
                 break
             choice = reply.choices[event[0]]
             yield choice, event[1]
+            await asyncio.sleep(0)  # a full queue never waits: let the loop see a client that leaves, and the others
         if not reply.is_complete:
             raise ClientGone
 

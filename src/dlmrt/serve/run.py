@@ -18,6 +18,7 @@ import json
 import logging
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -44,6 +45,8 @@ def serve(config: ServeConfig, load: Load) -> int:
     """
     with _extra():
         import uvicorn  # noqa: F401
+    # The engine's thread is busy with Python; at the default of 5 ms each event of the loop would wait that long.
+    sys.setswitchinterval(0.0005)
     listener = listen(config.host, config.port)
     announce(config, listener)
     return asyncio.run(_serve(config, load, listener))
@@ -72,6 +75,8 @@ async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> in
         await server.serve(sockets=[listener])
     if failures:
         raise failures[0]
+    if not server.force_exit:
+        service.close()
     return 130 if signal.SIGINT in received else 0
 
 

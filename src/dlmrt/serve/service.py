@@ -174,6 +174,11 @@ class Service:
         self.slot.close()
         asyncio.get_running_loop().call_later(self.config.grace_s, self._cut)
 
+    def close(self) -> None:
+        """Free the weights; the server has ended."""
+        if self._engine is not None:
+            self._engine.close()
+
     def _cut(self) -> None:
         if self.slot.running is not None:
             self.slot.leave(self.slot.running, "shutdown")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import os
 import shutil
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -49,7 +51,13 @@ def test_order_is_embedded_then_folder(embedded, checkpoint, tmp_path, monkeypat
     assert hub.resolve(checkpoint) == hub.resolve(str(checkpoint)) == checkpoint
 
 
-@pytest.mark.parametrize("name", ["dlmrt-tin", "./nowhere", "/no/such", "a/b/c", "", "user/", "https://x/y", "~/none"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dlmrt-tin", "./nowhere", "/no/such", "a/b/c", "", "user/", "https://x/y", "~/none", "~nobody-here/x",
+        "x" * 300, "a\0b", "\udcff", "org/mo--del", "org/a..b",
+    ],
+)  # fmt: skip
 def test_unknown_names_say_what_would_do(embedded, name):
     with pytest.raises(ModelNotFoundError, match="dlmrt-tiny") as caught:
         hub.resolve(name)
@@ -60,15 +68,43 @@ def test_revision_of_something_local_is_refused(embedded, checkpoint):
     for name in ("dlmrt-tiny", str(checkpoint)):
         with pytest.raises(UsageError, match="revision 'main'"):
             hub.resolve(name, revision="main")
+    with pytest.raises(UsageError, match="revision is empty"):
+        hub.resolve("org/tiny", revision="")
 
 
-def resolve_offline(home, *arguments):
+class _Garbage(http.server.BaseHTTPRequestHandler):
+    """Answers every question with 200 and something that is no JSON."""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"<html>")
+
+    do_HEAD = do_GET
+
+    def log_message(self, *arguments):
+        """Be quiet."""
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_hub_that_answers_nonsense_or_not_at_all(tmp_path, is_there):
+    server = http.server.HTTPServer(("127.0.0.1", 0), _Garbage)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port if is_there else 9}"
+    failed = resolve_offline(tmp_path, "org/tiny", HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+    server.shutdown()
+    server.server_close()
+    last = failed.stderr.strip().splitlines()[-1]
+    assert failed.returncode == 1 and "CheckpointError" in last and "give a folder" in last
+
+
+def resolve_offline(home, *arguments, **variables):
     """Resolve in a child process, because the hub client reads its environment once."""
     script = (
         "import sys\nfrom dlmrt.checkpoint.hub import resolve\nassert 'huggingface_hub' not in sys.modules\n"
         f"print(resolve(*{arguments[:1]!r}, revision={(arguments[1:] or (None,))[0]!r}))"
     )
-    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1", **variables}
     return subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
 
 

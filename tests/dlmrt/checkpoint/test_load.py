@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from dlmrt.checkpoint.load import INDEX_FILE, SINGLE_FILE, load_params, open_che
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.errors import CheckpointError, UnsupportedModelError, UsageError
 from dlmrt.models import qwen3
+from dlmrt.models.upstream import READERS
 
 NORM = "model.norm.weight"
 
@@ -49,6 +52,21 @@ def change_json(path, **changes):
 
 def load(folder):
     return load_params(open_checkpoint(folder))
+
+
+README = Path(__file__).parents[3] / "README.md"
+LISTED = re.findall(r"^\| `(\w+)` \|", README.read_text(encoding="utf-8"), flags=re.MULTILINE)
+
+
+def test_k34_an_architecture_is_listed():
+    assert "Qwen3ForCausalLM" in LISTED and set(LISTED) <= set(READERS)
+
+
+@pytest.mark.parametrize("architecture", LISTED)
+def test_k34_each_architecture_that_the_readme_lists_loads(data, architecture):
+    folders = [path.parent for path in data.glob("*/config.json") if architecture in path.read_text()]
+    assert folders, f"put a tiny {architecture} into tests/data"
+    assert load(folders[0])
 
 
 def test_load_gives_what_was_saved(saved):
@@ -250,6 +268,28 @@ def test_tokenizer_larger_than_the_table_is_refused(saved, tokenizer):
     (saved[0] / "tokenizer.json").write_text(json.dumps(tokenizer))
     with pytest.raises(CheckpointError, match="vocabulary mismatch"):
         open_checkpoint(saved[0])
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": []}, {"model": {"vocab": "abc"}}, {"model": {"vocab": {"a": "0"}}}, {"model": {"vocab": {"a": -1}}},
+        {"model": {"vocab": {"a": None}}}, {"added_tokens": {"id": 1}}, {"added_tokens": ["<x>"]},
+        {"added_tokens": [{}]},
+    ],
+)  # fmt: skip
+def test_a_tokenizer_file_of_another_shape_is_refused(saved, tokenizer):
+    (saved[0] / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        open_checkpoint(saved[0])
+
+
+def test_weights_may_lie_behind_links(saved, tmp_path):
+    """The hub's cache is made of them."""
+    (tmp_path / "blob").write_bytes((saved[0] / SINGLE_FILE).read_bytes())
+    (saved[0] / SINGLE_FILE).unlink()
+    (saved[0] / SINGLE_FILE).symlink_to("../blob")
+    assert NORM in load(saved[0])
 
 
 def test_tokenizer_smaller_than_the_table_is_accepted(saved):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 
 import numpy as np
@@ -14,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dlmrt.checkpoint.tensorfile import encode, read_tensors, to_float32, to_torch, write_tensors
+from dlmrt.checkpoint.tensorfile import FileTensor, encode, read_tensors, to_float32, to_torch, write_tensors
 from dlmrt.errors import CheckpointError
 
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=5)
@@ -51,7 +52,7 @@ def test_writes_what_the_reference_package_reads(tmp_path, values, dtype):
         from_numpy = encode(values, dtype)
     from_torch = encode(torch.from_numpy(values.copy()), dtype)
     for bits in (from_numpy, from_torch):
-        write_tensors(path, {"w": values.shape}, dtype, lambda _, bits=bits: bits)
+        write_tensors(path, {"w": FileTensor(dtype=dtype, shape=values.shape, bits=lambda bits=bits: bits)})
         torch.testing.assert_close(safetensors.torch.load_file(path)["w"], wanted, rtol=0, atol=0, equal_nan=True)
         stored = read_tensors(path)["w"]
         torch.testing.assert_close(to_torch(stored), wanted, rtol=0, atol=0, equal_nan=True)
@@ -123,6 +124,8 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
         ({"w": entry(shape=(2.0,))}, 8, "shape"),
         ({"w": entry(shape=(True, 2))}, 8, "shape"),
         ({"w": entry(shape=(2**62, 2**62))}, 8, "needs"),
+        ({"w": entry(shape=(10**4000, 10**4000))}, 8, "shape"),
+        ({"w": entry(shape=(2**62,) * 200)}, 8, "more bytes than there can be"),
         ({"w": entry(offsets=(8, 0))}, 8, "lies at 8..0"),
         ({"w": entry(offsets=(0, 16), shape=(4,))}, 8, "lies at 0..16 of 8"),
         ({"w": entry(shape=(3,))}, 8, "needs 12 bytes"),
@@ -156,7 +159,17 @@ def test_header_that_is_not_json(tmp_path, text, named):
         read_tensors(path)
 
 
-def test_absent_file_and_folder(tmp_path):
-    for path in (tmp_path / "none.safetensors", tmp_path):
+def test_absent_file_folder_and_pipe(tmp_path):
+    """None of them is waited for, and a name that no file system can hold is no crash."""
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    os.symlink("loop.safetensors", tmp_path / "loop.safetensors")
+    names = ("none.safetensors", "", "pipe.safetensors", "loop.safetensors", "x" * 300)
+    for path in (tmp_path / name for name in names):
         with pytest.raises(CheckpointError, match="cannot read"):
             read_tensors(path)
+
+
+@pytest.mark.parametrize("name", ["a\0b.safetensors", "\ud800.safetensors"])
+def test_a_name_that_is_no_file_name(tmp_path, name):
+    with pytest.raises(CheckpointError, match="not a file name"):
+        read_tensors(tmp_path / name)

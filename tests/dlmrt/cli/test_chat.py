@@ -55,6 +55,11 @@ def test_help_lists_every_command(cli, tiny_model):
         ("/set threshold high", "must be a number"),
         ("/clear all", "takes no arguments"),
         ("/set threshold 7", None),
+        ('/set sampler_config {"entropy_bound": 1}', "holds several settings"),
+        ("/set seed " + "9" * 5000, "must be a whole number"),
+        ("/set threshold NaN", None),
+        ("/set", None),
+        ("/", "unknown command '/'"),
     ],
 )
 def test_a_mistake_is_reported_and_the_chat_goes_on(cli, tiny_model, engine, line, said):
@@ -67,6 +72,12 @@ def test_a_mistake_is_reported_and_the_chat_goes_on(cli, tiny_model, engine, lin
 def test_a_failed_request_leaves_the_history_as_it_was(cli, tiny_model, engine):
     outcome = cli("chat", tiny_model, stdin=_lines("/set threshold 7", "lost", "/set threshold null", "hello"))
     assert "error: threshold is 7" in outcome.err
+    assert outcome.out == engine.generate([{"role": "user", "content": "hello"}]).text + "\n"
+
+
+def test_a_line_that_is_not_utf8_is_reported_and_the_chat_goes_on(cli, tiny_model, engine):
+    outcome = cli("chat", tiny_model, stdin=b"\xff\xfe\nhello\n")
+    assert "valid Unicode" in outcome.err
     assert outcome.out == engine.generate([{"role": "user", "content": "hello"}]).text + "\n"
 
 

@@ -64,6 +64,12 @@ def test_json_is_one_document_that_adds_up(cli, tiny_model, engine):
     assert document["record"]["settings"]["max_tokens"] == 9
 
 
+def test_spellings_that_agree_are_accepted(cli, tiny_model):
+    options = ("--threshold", "0.5", "--confidence-threshold", "0.5", "--max-tokens", "3")
+    outcome = cli("generate", tiny_model, "hello", "--json", *options)
+    assert json.loads(outcome.out)["record"]["settings"]["threshold"] == 0.5
+
+
 def test_timings_go_to_stderr(cli, tiny_model, engine):
     outcome = cli("generate", tiny_model, "hello", "--timings", "--seed", "7")
     assert outcome.out == engine.generate(_user("hello")).text + "\n"
@@ -121,6 +127,12 @@ def test_settings_file_and_options(cli, tiny_model, engine, tmp_path):
         (("--num-threads", "0"), "--num-threads"),
         (("--raw", "--system", "x"), "--system"),
         (("--model", "elsewhere"), "two models"),
+        (("--threshold", "0.5", "--confidence-threshold", "0.6"), "given as 0.5, 0.6"),
+        (("--seed", "1", "--seed", "2"), "given as 1, 2"),
+        (("--seed", "18446744073709551616"), "seed"),
+        (("--stop", "\udcff"), "not valid Unicode"),
+        (("--num-threads", "9" * 30), "num_threads"),
+        (("--revision", "main"), "revision 'main'"),
     ],
 )
 def test_usage_errors_are_one_line_and_exit_2(cli, tiny_model, arguments, said):
@@ -143,6 +155,10 @@ def test_usage_errors_are_one_line_and_exit_2(cli, tiny_model, arguments, said):
         ("x.yaml", "- 1", "holds no keys"),
         ("x.json", '{"steps": 3, "max_denoising_steps": 4}', "given twice"),
         ("x.ini", "threshold = 1", ".toml, .yaml or .json"),
+        ("x.json", '{"threshold": 0.5, "threshold": 0.9}', "'threshold' occurs twice"),
+        ("x.yaml", "threshold: 0.5\nthreshold: 0.9\n", "'threshold' occurs twice"),
+        ("x.json", "[" * 100_000, "not valid JSON"),
+        ("x.yaml", "1: 2", "unknown decode setting 1"),
     ],
 )
 def test_faulty_settings_files_are_refused(cli, tiny_model, tmp_path, name, content, said):
@@ -190,6 +206,8 @@ def test_damaged_checkpoint_exits_1_and_debug_shows_where(cli, tiny_model, tmp_p
     ("name", "value", "said"),
     [
         ("DLMRT_NUM_THREADS", "two", "DLMRT_NUM_THREADS='two'"),
+        ("DLMRT_NUM_THREADS", "9" * 5000, "not a whole number"),
+        ("DLMRT_NUM_THREADS", "99999", "num_threads is 99999"),
         ("DLMRT_LOG_LEVEL", "loud", "DLMRT_LOG_LEVEL='loud'"),
         ("DLMRT_EXECUTOR", "gpu", "unknown executor 'gpu'"),
         ("DLMRT_EXECUTR", "eager", "did you mean 'DLMRT_EXECUTOR'"),
@@ -223,6 +241,9 @@ class TestModelAndPrompt:
             (("here", "word", "here"), ("here", "word")),
             ((None, None, "there"), ("there", None)),
             (("line\nline", None, None), (DEFAULT_MODEL, "line\nline")),
+            (("\u4f60" * 200, None, None), (DEFAULT_MODEL, "\u4f60" * 200)),  # 600 bytes, too long for a file name
+            (("", None, None), (DEFAULT_MODEL, "")),
+            (("x", None, ""), ("", "x")),
             (("x" * 100_000, None, None), (DEFAULT_MODEL, "x" * 100_000)),
         ],
     )

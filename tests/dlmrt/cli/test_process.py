@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -58,6 +59,54 @@ def test_echo_into_generate(tiny_model, engine):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == engine.generate([{"role": "user", "content": "hello"}]).text + "\n"
+
+
+@pytest.mark.parametrize(
+    ("redirection", "status", "stdout", "stderr"),
+    [
+        (">&-", 1, "", "error: cannot write the output (Bad file descriptor); check where it goes\n"),
+        ("> /dev/full", 1, "", "error: cannot write the output (No space left on device); check where it goes\n"),
+        ("<&-", 0, "folder ", ""),
+        ("no-such 2>&-", 2, "", ""),
+    ],
+)
+def test_streams_that_are_closed_or_full(tiny_model, redirection, status, stdout, stderr):
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m dlmrt show '{tiny_model}' {redirection}"],
+        env={**os.environ, "PYTHONPATH": str(SRC)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (status, stderr)
+    assert done.stdout.startswith(stdout) and bool(done.stdout) == bool(stdout)
+
+
+def test_json_is_valid_in_any_encoding_and_the_same_in_any_process(tiny_model, engine):
+    """A character that stdout cannot hold is escaped; neither hash seed nor thread count changes a token."""
+    variables = {"PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "7", "HF_HOME": "/tmp/\udcff"}
+    options = ["--json", "--temperature", "1", "--seed", "3", "--num-threads", "2", "--executor", "eager"]
+    done = subprocess.run(
+        [sys.executable, "-m", "dlmrt", "generate", tiny_model, "hello", *options],
+        env={**os.environ, "PYTHONPATH": str(SRC), **variables}, stdin=subprocess.DEVNULL, capture_output=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    expected = engine.generate([{"role": "user", "content": "hello"}], temperature=1, seed=3)
+    document = json.loads(done.stdout.decode("ascii"))
+    assert (document["token_ids"], document["text"]) == (list(expected.token_ids), expected.text)
+    assert not expected.text.isascii()
+
+
+def test_sigterm_gives_the_terminal_its_cursor_back(tiny_model, spawn):
+    terminal, end = pty.openpty()
+    child = spawn(
+        "generate", tiny_model, "hello", "--show-canvas", *LONG, stdin=end, stdout=subprocess.PIPE, stderr=end
+    )
+    os.close(end)
+    _read_until(terminal, "block 2")
+    child.send_signal(signal.SIGTERM)
+    painted = _read_until(terminal, "\x1b[?25h")
+    child.stdout.close()
+    assert "\x1b[?25h" in painted and child.wait(timeout=90) in (143, 1)
+    os.close(terminal)
 
 
 def test_interrupt_keeps_the_committed_text(tiny_model, engine, spawn):

@@ -21,7 +21,10 @@ CONFIGS = {
     "scaled_soft_embedding": {
         "residual": ResidualConfig(kind="gated_mlp", intermediate_size=24, alpha=0.3, scale_embedding=True)
     },
-    "odd_sizes": {"hidden_size": 27, "intermediate_size": 35, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10, "vocab_size": 263},
+    "odd_sizes": {
+        "hidden_size": 27, "intermediate_size": 35, "num_heads": 3, "num_kv_heads": 1, "head_dim": 10,
+        "vocab_size": 263,
+    },
     "yarn": {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=32)},
     "half_rotary": {"rope": RopeConfig(partial_rotary_factor=0.5)},
 }  # fmt: skip
@@ -65,7 +68,7 @@ def test_logits_and_soft_embedding_equal_eager(pair, rng):
 
 
 def test_truncate_then_extend_equals_a_straight_context(pair, rng):
-    config, _, cpu = pair
+    _, _, cpu = pair
     ids, other, canvas = draw_ids(rng, 40), draw_ids(rng, 16), draw_ids(rng, 8)
     cpu.reset()
     cpu.extend(np.concatenate((ids[:24], other)))
@@ -82,7 +85,9 @@ def test_canvases_of_any_length(config, rng):
     eager, cpu = make_eager(config, params), make_cpu(config, params)
     for length in (1, 3, 7, 17, 40):
         canvas = draw_ids(rng, length)
-        np.testing.assert_allclose(cpu.forward(canvas, None, None), eager.forward(canvas, None, None), rtol=1e-4, atol=2e-5)
+        np.testing.assert_allclose(
+            cpu.forward(canvas, None, None), eager.forward(canvas, None, None), rtol=1e-4, atol=2e-5
+        )
 
 
 def test_a_row_does_not_depend_on_the_others(config, rng):
@@ -111,7 +116,9 @@ def test_a_context_that_grows_keeps_its_contents(rng):
         ids = draw_ids(rng, count)
         eager.extend(ids)
         cpu.extend(ids)
-        np.testing.assert_allclose(cpu.forward(canvas, None, None), eager.forward(canvas, None, None), rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(
+            cpu.forward(canvas, None, None), eager.forward(canvas, None, None), rtol=1e-3, atol=1e-4
+        )
     cpu.truncate(900)
     eager.truncate(900)
     np.testing.assert_allclose(cpu.forward(canvas, None, None), eager.forward(canvas, None, None), rtol=1e-3, atol=1e-4)
@@ -159,7 +166,9 @@ def test_instruction_sets_agree(config, rng):
     from dlmrt.cpu import _native
 
     params, canvas = draw_params(config), draw_ids(rng, 8)
-    results = [make_cpu(config, params, isa=isa).forward(canvas, None, None) for isa in _native.runnable_instruction_sets()]
+    results = [
+        make_cpu(config, params, isa=isa).forward(canvas, None, None) for isa in _native.runnable_instruction_sets()
+    ]
     for logits in results[1:]:
         np.testing.assert_allclose(logits, results[0], rtol=1e-4, atol=1e-5)
     with pytest.raises(DeviceError, match="DLMRT_CPU_ISA: unknown instruction set 'avx9000'; possible here: "):
@@ -198,5 +207,7 @@ def test_memory_is_refused_before_it_is_allocated(config, monkeypatch):
     from dlmrt.cpu import memory
 
     monkeypatch.setattr(memory, "available_bytes", lambda: 10_000)
-    with pytest.raises(DeviceError, match=r"the model needs [\d,]+ bytes .* 10,000 \(0.00 GiB\) are available; free memory"):
+    with pytest.raises(
+        DeviceError, match=r"the model needs [\d,]+ bytes .* 10,000 \(0.00 GiB\) are available; free memory"
+    ):
         make_cpu(config, draw_params(config))

@@ -33,7 +33,9 @@ MODELS = {
     "mask_residual": {"residual": with_adapter()},
     "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
     "uniform": {"diffusion": {"noise": "uniform"}},
-    "uniform_residual_grid": {"residual": with_adapter(), "diffusion": {"noise": "uniform", "block_anchor": "position_zero"}},
+    "uniform_residual_grid": {
+        "residual": with_adapter(), "diffusion": {"noise": "uniform", "block_anchor": "position_zero"},
+    },
     "autoregressive": {
         "diffusion": {"canvas_length": 1, "noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}
     },
@@ -75,14 +77,18 @@ def assert_same(slow_events, fast_events):
 def assert_same_step(ours, theirs):
     for field in dataclasses.fields(ours.state):
         if field.name not in ("residual_LD", "entropy_L"):
-            np.testing.assert_array_equal(getattr(ours.state, field.name), getattr(theirs.state, field.name), field.name)
+            np.testing.assert_array_equal(
+                getattr(ours.state, field.name), getattr(theirs.state, field.name), field.name
+            )
     for field in dataclasses.fields(ours.after):
         np.testing.assert_array_equal(getattr(ours.after, field.name), getattr(theirs.after, field.name), field.name)
     assert ours.num_settled == theirs.num_settled
     for name in ("argmax_L", "token_L"):
         np.testing.assert_array_equal(getattr(ours.prediction, name), getattr(theirs.prediction, name), name)
     for name in ("argmax_confidence_L", "confidence_L", "entropy_L"):
-        np.testing.assert_allclose(getattr(ours.prediction, name), getattr(theirs.prediction, name), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(
+            getattr(ours.prediction, name), getattr(theirs.prediction, name), rtol=1e-4, atol=1e-5
+        )
     assert (ours.state.residual_LD is None) == (theirs.state.residual_LD is None)
     if ours.state.residual_LD is not None:
         np.testing.assert_allclose(ours.state.residual_LD, theirs.state.residual_LD, atol=1e-3)
@@ -199,18 +205,25 @@ def test_a_stop_string_ends_the_answer_where_the_readable_loop_ends_it(models, r
         prompt = rng.integers(0, 250, 14)
         results = []
         for run, denoiser in ((slow, eager), (fast, cpu)):
-            seen = []
-
-            def watch(ids, seen=seen):
-                count = min(len(ids), target - len(seen))
-                seen += ids
-                return count if len(seen) >= target else None
-
-            request = request_for(config, prompt, watch=watch, stop=("x",), max_tokens=40, **RULES["threshold"])
+            request = request_for(
+                config, prompt, watch=watch_for(target), stop=("x",), max_tokens=40, **RULES["threshold"]
+            )
             results.append(run(denoiser, request))
         assert_same(*results)
         assert results[1][-1].end_reason == "stop_string"
         assert sum(len(e.answer) for e in results[1] if isinstance(e, BlockEvent)) == target
+
+
+def watch_for(target):
+    """A watch that lets the text end after `target` ids."""
+    seen = []
+
+    def watch(ids):
+        count = min(len(ids), target - len(seen))
+        seen.extend(ids)
+        return count if len(seen) >= target else None
+
+    return watch
 
 
 def test_cancel_before_the_start_runs_no_forward(models):

@@ -39,12 +39,17 @@ def run_loop() -> Callable[..., Run]:
     """Decode `prompt`; `fields` are of DecodeConfig, `generation` is a generation_config.json."""
 
     def run(
-        denoiser: Denoiser, config: ModelConfig, prompt: list[int], generation: dict[str, Any] | None = None, **fields: Any
+        denoiser: Denoiser,
+        config: ModelConfig,
+        prompt: list[int],
+        generation: dict[str, Any] | None = None,
+        **fields: Any,
     ) -> Run:
         assert config.diffusion is not None
         request = LoopRequest(
-            prompt_S=np.array(prompt, dtype=np.int32), settings=resolve(DecodeConfig(**fields), config, generation or {}),
-            diffusion=config.diffusion, banned=np.array([], dtype=np.int32),
+            prompt_S=np.array(prompt, dtype=np.int32),
+            settings=resolve(DecodeConfig(**fields), config, generation or {}), diffusion=config.diffusion,
+            banned=np.array([], dtype=np.int32),
             allowed=np.arange(config.vocab_size, dtype=np.int32),
         )  # fmt: skip
         result = Run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import random
 import threading
 import zlib
@@ -16,10 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models
 
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode import engine as engine_module
 from dlmrt.decode.engine import Engine
+from dlmrt.decode.text import TextCodec
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.errors import (
     CheckpointError,
@@ -88,11 +91,48 @@ def test_k01_literal_mask_text_is_ordinary_text() -> None:
         engine.stream([MASK])  # refused at the call, before the first event
 
 
-@pytest.mark.parametrize("prompt", ["", [], [VOCAB_SIZE], [-1], [1.5], [True], ["a"]])
-def test_prompts_that_cannot_be_used(prompt: Any) -> None:
-    engine, _ = scripted_engine(hashed)
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("prompt", "named"),
+    [
+        ("", "empty"), ([], "empty"), ([VOCAB_SIZE], "within"), ([-1], "within"), ([10**5000], "within"),
+        ([1.5], "1.5"), ([True], "True"), (np.array([1.5]), "integers"), (np.array([True]), "integers"),
+        ([None], "None"), (None, "NoneType"), (5, "int"), (b"abc", "bytes"), ({1, 2}, "set"), (iter([1]), "iterator"),
+        ({"role": "user", "content": "x"}, "put it into a list"), ([{"role": "user"}, "y"], "message 1"),
+        ([{}], "no role"), ("\ud800", "surrogate"),
+    ],
+)  # fmt: skip
+def test_prompts_that_cannot_be_used(prompt: Any, named: str) -> None:
+    engine, denoiser = scripted_engine(hashed)
+    with pytest.raises(UsageError, match=named):
         engine.generate(prompt)
+    assert not denoiser.forwarded
+
+
+@pytest.mark.parametrize("batch", [["a", "b"], [[1, 2], [3]], np.array([[1, 2]]), [(1,)]])
+def test_k18_a_batch_is_refused(batch: Any) -> None:
+    engine, _ = scripted_engine(hashed)
+    with pytest.raises(UsageError, match="there are no batches, give them one by one"):
+        engine.generate(batch)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "  ",
+        "\n",
+        "a\0b",
+        "\ufeff\u202eabc",
+        "e\u0301" * 9,
+        "👨‍👩‍👧",
+        range(1, 4),
+        (1, 2),
+        np.array([1, 2], dtype=np.uint8),
+    ],
+)
+def test_odd_prompts_are_used_as_they_are(prompt: Any) -> None:
+    engine, _ = scripted_engine(hashed)
+    ids = prompt.encode() if isinstance(prompt, str) else prompt
+    assert engine.generate(prompt, max_tokens=2).record.prompt_token_ids == tuple(int(i) for i in ids)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 7, 32])
@@ -294,6 +334,72 @@ def test_cancel_from_another_thread_ends_the_running_request() -> None:
     assert engine.generate("x", max_tokens=4).finish_reason == "length"
 
 
+def test_a_stream_left_open_is_an_error_not_a_deadlock() -> None:
+    """The main thread alone could go on with it; close() does not wait for it either."""
+    engine, _ = scripted_engine(answering(encode_bytes("a" * 300)))
+    with engine:
+        stream = engine.stream("x", max_tokens=200)
+        next(stream)
+        for blocked in (
+            lambda: engine.generate("y"),
+            lambda: engine.logits([1], [2]),
+            lambda: next(engine.stream("y")),
+        ):
+            with pytest.raises(UsageError, match="a stream of this engine is open in this thread"):
+                blocked()
+    *_, result = stream
+    assert isinstance(result, GenerateResult) and result.finish_reason == "cancelled"
+    with pytest.raises(UsageError, match="the engine is closed"):
+        engine.generate("y")
+
+
+def test_a_consumer_that_fails_or_leaves_frees_the_engine() -> None:
+    engine, _ = scripted_engine(answering([*encode_bytes("ab" * 20), END]))
+    with pytest.raises(KeyError):
+        for _ in engine.stream("x"):
+            raise KeyError
+    stream = engine.stream("x")
+    next(stream)
+    with pytest.raises(RuntimeError, match="thrown"):
+        stream.throw(RuntimeError("thrown"))  # type: ignore[attr-defined]
+    stream = engine.stream("x")
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    stream.close()  # type: ignore[attr-defined]
+    unstarted = engine.stream("x")
+    assert engine.generate("x").text == text_of(list(unstarted)) == "ab" * 20
+    cancelled = threading.Event()
+    cancelled.set()
+    result = engine.generate("x", cancel=cancelled)
+    assert (result.finish_reason, result.text, result.token_ids, result.usage.tpf_total) == ("cancelled", "", (), 0.0)
+
+
+def test_threads_that_stream_cancel_and_close_at_once() -> None:
+    engine, _ = scripted_engine(answering(encode_bytes("ab" * 150)))
+    go, outcomes = threading.Event(), []
+
+    def client(number: int) -> None:
+        go.wait(5)
+        try:
+            for _ in range(5):
+                result = engine.generate("x", max_tokens=200)
+                is_whole = result.finish_reason == "length" and result.text == "ab" * 100
+                outcomes.append(is_whole or (result.finish_reason == "cancelled" and result.text < "ab" * 100))
+                engine.cancel()
+        except UsageError as error:
+            outcomes.append("closed" in str(error))
+        if number == 3:
+            engine.close()
+
+    threads = [threading.Thread(target=client, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    go.set()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads) and all(outcomes)
+
+
 def test_a_stream_that_has_given_its_result_blocks_nobody() -> None:
     engine, _ = scripted_engine(answering([*encode_bytes("ab"), END]))
     stream = engine.stream("x")
@@ -408,6 +514,54 @@ def test_k12_a_head_wider_than_the_tokenizer() -> None:
         result = engine.generate("x", temperature=2.0, seed=seed, max_tokens=32, ignore_eos=True)
         assert max(result.token_ids) < VOCAB_SIZE
     assert max(canvas.max() for canvas in denoiser.forwarded) < VOCAB_SIZE
+
+
+def test_k12_holes_of_the_vocabulary_are_never_drawn() -> None:
+    """A vocabulary with a gap: ids in the gap have no text."""
+    raw = json.loads(byte_codec().tokenizer.to_str())
+    del raw["model"]["vocab"]["A"]
+    script = answering([65] * 40, confidence=0.999)
+    engine = Engine(ScriptedDenoiser(script), tiny_config(), TextCodec(Tokenizer.from_str(json.dumps(raw))))
+    for temperature in (0, 1):
+        assert 65 not in engine.generate("x", temperature=temperature, seed=1, max_tokens=16).token_ids
+    with pytest.raises(UsageError, match="holds id 65 at position 1, which the tokenizer has no token for"):
+        engine.generate([66, 65])
+
+
+def test_k56_a_mask_that_is_text_is_refused() -> None:
+    """An ordinary token as the mask: a prompt that contains its text would hold a hole."""
+    with pytest.raises(CheckpointError, match="mask_token_id 65 is 'A', an ordinary token of the tokenizer"):
+        scripted_engine(hashed, config=tiny_config(diffusion={"mask_token_id": 65}))
+    nothing = TextCodec(Tokenizer(models.BPE(vocab={}, merges=[])))
+    with pytest.raises(CheckpointError, match="no token with a row"):
+        Engine(ScriptedDenoiser(hashed), tiny_config(), nothing)
+
+
+@pytest.mark.parametrize("count", [None, -1, True, 1.5, "2", VOCAB_SIZE + 1])
+def test_numbers_of_logprobs_that_cannot_be(count: Any) -> None:
+    engine, _ = scripted_engine(hashed)
+    with pytest.raises(UsageError, match="num_top_logprobs"):
+        engine.stream("x", tokens=True, num_top_logprobs=count)
+
+
+def test_arguments_of_logits_and_load_that_cannot_be(checkpoint: Path) -> None:
+    engine, _ = scripted_engine(hashed)
+    with pytest.raises(UsageError, match="without tokens=True"):
+        engine.stream("x", num_top_logprobs=2)
+    for ids in (None, "ab", 5):
+        with pytest.raises(UsageError, match="context_ids"):
+            engine.logits(ids, [1])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="canvas_ids is empty"):
+        engine.logits([1], [])
+    for residual in (np.ones((2, 4)), np.full((1, 4), np.nan), np.ones(4)):
+        with pytest.raises(UsageError, match="residual"):
+            engine.logits([1], [2], residual=residual)
+    for threads in (0, -1, True, "2", 1.5, 10**9, 10**5000):
+        with pytest.raises(UsageError, match="num_threads"):
+            Engine.load(checkpoint, num_threads=threads)  # type: ignore[arg-type]
+    for executor in (None, [], "gpu"):
+        with pytest.raises(UnknownOptionError, match="unknown executor"):
+            Engine.load(checkpoint, executor=executor)  # type: ignore[arg-type]
 
 
 def test_k20_a_checkpoint_whose_own_settings_are_wrong_is_refused_at_load() -> None:

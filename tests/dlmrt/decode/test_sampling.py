@@ -92,6 +92,29 @@ def test_banned_ids_are_never_drawn() -> None:
         assert prediction.probs_LV is not None and (prediction.probs_LV[:, banned] == 0).all()
 
 
+def test_padding_is_banned_where_it_is_no_end() -> None:
+    """K12: in a mask model; where it ends the answer, or noise is uniform, it stays. So are holes of the vocabulary."""
+    pad, known = 7, set(range(VOCAB_SIZE))
+    assert banned_ids(tiny_config(pad_token_id=pad), known).tolist() == [pad, MASK]
+    assert banned_ids(tiny_config(pad_token_id=pad, eos_token_ids=(pad,)), known).tolist() == [MASK]
+    assert banned_ids(tiny_config(pad_token_id=pad, diffusion={"noise": "uniform"}), known).tolist() == []
+    assert banned_ids(tiny_config(pad_token_id=None), known).tolist() == [MASK]
+    assert banned_ids(tiny_config(vocab_size=300), known - {65} | {290}).tolist() == [
+        65, MASK, *range(VOCAB_SIZE, 290), *range(291, 300),
+    ]  # fmt: skip
+    # An EOS id without a token still ends the answer: it is never shown.
+    assert 299 not in banned_ids(tiny_config(vocab_size=300, eos_token_ids=(299,)), known)
+
+
+def test_logits_that_overflow_when_tempered_are_not_finite() -> None:
+    """K11: argmax over NaN would answer with the first id."""
+    logits = random_logits(0, 4, 10)
+    logits[1, 3] = 3e38
+    cold = Sampling(temperature=1e-3, is_greedy=False, seed=0)
+    with pytest.raises(NonFiniteError, match=r"slots \[1\]"):
+        predict(logits, cold, NONE, block=0, step=0)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_non_finite_logits_name_block_step_and_slot(value: float) -> None:
     """K11"""

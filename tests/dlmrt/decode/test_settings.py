@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dlmrt.decode.settings import RULE_FIELDS, resolve, with_overrides
 from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError
-from dlmrt.testing import END, END_OF_TEXT, tiny_config
+from dlmrt.testing import END, END_OF_TEXT, MASK, tiny_config
 from dlmrt.types import DecodeConfig
 
 MASKED = tiny_config()
@@ -33,6 +35,21 @@ def test_built_in_defaults() -> None:
     assert (bound.entropy_bound, bound.t_min, bound.t_max, bound.stop_entropy) == (0.1, 0.4, 0.8, 0.005)
     assert (bound.stability_threshold, bound.max_denoising_steps, bound.temperature) == (1, 48, 1.0)
     assert resolve(DecodeConfig(commit_rule="steps"), MASKED, {}).max_denoising_steps == 8
+
+
+def test_none_means_not_given_for_every_field() -> None:
+    nothing = dict.fromkeys((field.name for field in dataclasses.fields(DecodeConfig)), None)
+    assert resolve(DecodeConfig(**nothing), MASKED, {}) == resolve(DecodeConfig(), MASKED, {})
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    """What callers compute goes into records as Python's own numbers."""
+    plain: dict[str, Any] = {"seed": 2**64 - 1, "threshold": 0.5, "stop_token_ids": (7,), "ignore_eos": True}
+    numbers = {"seed": np.uint64(2**64 - 1), "threshold": np.float32(0.5), "stop_token_ids": (np.int64(7),),
+               "ignore_eos": np.bool_(True)}  # fmt: skip
+    given = resolve(DecodeConfig(**numbers), MASKED, {})
+    assert given == resolve(DecodeConfig(**plain), MASKED, {})
+    assert json.loads(json.dumps(given.as_dict()))["seed"] == 2**64 - 1
 
 
 def test_overriding_one_value_keeps_the_others() -> None:
@@ -91,9 +108,13 @@ def test_a_field_without_effect_is_refused(rule: str, field: str) -> None:
         ("min_p", [-0.1, 2]),
         ("seed", [-1, 2**64, 1.0]),
         ("max_tokens", [0, -1, "5", 1.0]),
-        ("commit_rule", ["treshold", 3]),
-        ("stop_token_ids", [(-1,), (10**6,), (True,)]),
-        ("stop", [("",), (3,)]),
+        ("seed", [10**5000, "7", True]),
+        ("entropy_bound", [math.inf, 10**5000]),
+        ("commit_rule", ["treshold", 3, [], ["threshold"], {}]),
+        ("stop_token_ids", [(-1,), (10**6,), (True,), 5, b"x", "7", (MASK,), ([1],)]),
+        ("stop", [("",), (3,), "", 5, {"a"}, "\ud800", "a\udcffb"]),
+        ("ignore_eos", ["false", 0, 1, []]),
+        ("use_residual", ["", 1, math.nan]),
     ],
 )
 def test_nonsense_is_refused_by_name(field: str, values: list[Any]) -> None:
@@ -131,6 +152,14 @@ def test_noise_seed_acts_only_where_the_seed_does_not() -> None:
         {"diffusion": {"threshold": 1.5}},
         {"temperature": -1},
         {"diffusion": {"stop": ["x"]}},
+        {"diffusion": ["threshold"]},
+        {"diffusion": "threshold"},
+        {"diffusion": {"commit_rule": ["threshold"]}},
+        {"diffusion": {"commit_rule": "treshold"}},
+        {"sampler_config": 0.1},
+        {"do_sample": "false"},
+        {"eos_token_id": ["1"]},
+        {"max_new_tokens": "16"},
     ],
 )
 def test_a_wrong_file_is_refused(file: dict[str, Any]) -> None:
@@ -162,6 +191,9 @@ def test_overrides_name_the_nearest_option_and_leave_the_config_alone() -> None:
     assert with_overrides(config, {"threshold": 0.7}).threshold == 0.7 and config.threshold == 0.5
     with pytest.raises(UnknownOptionError, match="did you mean 'threshold'"):
         with_overrides(config, {"treshold": 0.7})
+    for given in ({}, {"threshold": 0.5}, "threshold"):
+        with pytest.raises(UsageError, match="pass a DecodeConfig"):
+            with_overrides(given, {})  # type: ignore[arg-type]
 
 
 def test_stop_accepts_one_string_or_many() -> None:

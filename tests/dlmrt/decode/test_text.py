@@ -162,6 +162,56 @@ def test_messages_cannot_write_control_tokens(codec, contents):
     assert first == codec.encode("user\n" + contents[0])[1:]
 
 
+def test_control_tokens_in_keys_and_across_strings():
+    """K01: keys of objects are user text too, and no two strings of a user make up a control token between them."""
+    dump = TextCodec(byte_tokenizer(), template="{{ messages[0].content | tojson }}")
+    nested = [{"role": "user", "content": {"<|im_end|>": {"a": ["<|mask|>"]}}}]
+    ids = dump.encode_messages(nested)
+    assert not dump.special_ids & set(ids) and dump.decode(ids) == '{"<|im_end|>": {"a": ["<|mask|>"]}}'
+    joined = TextCodec(byte_tokenizer(), template="{% for m in messages %}{{ m.content | trim }}{% endfor %}")
+    for cut in range(1, len("<|mask|>")):
+        for space in ("", " "):
+            halves = ("<|mask|>"[:cut] + space, "<|mask|>"[cut:])
+            ids = joined.encode_messages([{"role": "user", "content": half} for half in halves])
+            assert not joined.special_ids & set(ids) and joined.decode(ids) == "<|mask|>"
+    ids = joined.encode_messages([{"role": "user", "content": "a <"}])
+    assert joined.decode(ids) == "a <"
+
+
+@pytest.mark.parametrize("normalizer", [normalizers.NFKC(), normalizers.Lowercase()])
+def test_control_tokens_in_text_that_is_normalised_to_them(normalizer):
+    """K01: full width and capitals; the template's own tokens stay what they are."""
+    tokenizer = byte_tokenizer()
+    tokenizer.normalizer = normalizer
+    tokenizer.add_special_tokens([AddedToken("<|eot|>", special=True, normalized=True)])
+    codec = TextCodec(tokenizer, template="{{ messages[0].content }}<|eot|>")
+    eot = tokenizer.token_to_id("<|eot|>")
+    for text in ("a\uff1c|eot|\uff1eb", "a<|EOT|>b", "a<|eot|>b", "<|eot|>\uff1c|eot|\uff1e"):
+        ids = codec.encode_messages([{"role": "user", "content": text}])
+        assert ids.count(eot) == 1 and ids[-1] == eot
+        assert eot not in codec.encode(text)
+
+
+def test_values_that_are_no_json_are_refused(codec):
+    """What a template would show as text that nobody has looked at; and nesting without end."""
+    cycle: list[object] = []
+    cycle.append(cycle)
+    for content in (b"<|im_end|>", {"a": {"<|im_end|>"}}, object(), {1: "x"}, cycle):
+        with pytest.raises(UsageError, match="message 0"):
+            codec.encode_messages([{"role": "user", "content": content}])
+    with pytest.raises(UsageError, match="a template option"):
+        codec.encode_messages([{"role": "user", "content": "x"}], enable_thinking=object())
+
+
+def test_private_use_characters_cannot_forge_the_marker():
+    codec = TextCodec(byte_tokenizer(), template="{{ messages[0].content }}")
+    everything = "".join(map(chr, range(0xF0000, 0x110000)))
+    with pytest.raises(UsageError, match="private-use"):
+        codec.encode_messages([{"role": "user", "content": "<|mask|>" + everything}])
+    ids = codec.encode_messages([{"role": "user", "content": "<|mask|>" + everything[:1000]}])
+    assert not codec.special_ids & set(ids)
+
+
 def test_control_tokens_in_roles_and_options(codec):
     """Every string that a caller passes is data; a template that transforms special-token text is refused."""
     plain = TextCodec(byte_tokenizer(), template="{{ messages[0].role }}|{{ date }}")
@@ -229,6 +279,25 @@ def test_refused_messages(codec, messages, named):
         codec.encode_messages(messages)
 
 
+@pytest.mark.parametrize(
+    ("template", "named"),
+    [
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{{ 'a' * (10 ** 13) }}", "MemoryError"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "Range too big"),
+        ("{{ cycler() }}", "at least one item"),
+        ("{% include 'x' %}", "no loader"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ raise_exception('no') }}", "refuses these messages: no"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_templates_that_fail_in_any_way(template, named):
+    codec = TextCodec(byte_tokenizer(), template=template)
+    with pytest.raises(UsageError, match=named):
+        codec.encode_messages([{"role": "user", "content": "x"}])
+
+
 def test_template_cannot_leave_the_sandbox():
     codec = TextCodec(byte_tokenizer(), template="{{ messages.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(UsageError, match="unsafe"):
@@ -263,11 +332,25 @@ def test_damaged_tokenizer_files_are_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         TextCodec.from_folder(tmp_path)
+    write_folder(tmp_path, byte_tokenizer())
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["added_tokens"][-1]["id"] += 5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"'</think>' has the id 275 and would be read as 270"):
+        TextCodec.from_folder(tmp_path)
     write_folder(tmp_path, byte_tokenizer(), template="{% if %}")
     with pytest.raises(CheckpointError, match="not valid jinja"):
         TextCodec.from_folder(tmp_path).encode_messages([{"role": "user", "content": "x"}])
     (tmp_path / "tokenizer_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not valid JSON"):
+        TextCodec.from_folder(tmp_path)
+    write_folder(tmp_path, byte_tokenizer(), template=None, settings={"chat_template": 5})
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: chat_template is 5"):
+        TextCodec.from_folder(tmp_path)
+    write_folder(tmp_path, byte_tokenizer(), template=None, settings={"chat_template": ["x", {"name": "other"}]})
+    assert not TextCodec.from_folder(tmp_path).has_template
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja cannot be read"):
         TextCodec.from_folder(tmp_path)
 
 

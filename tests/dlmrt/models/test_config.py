@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import os
 
 import pytest
 from hypothesis import given
@@ -95,6 +96,34 @@ def test_mask_id_that_is_another_token_is_refused(changes, named):
         ({"diffusion__residual__knd": "none"}, "did you mean 'kind'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": float("inf")}}, r"rope\.factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "low_freq_factor": 4}}, "positive and rise"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 2, "original_max_position_embeddings": 0}}, "original_max"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "beta_fast": 0.5}}, "beta_slow, beta_fast"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "attention_factor": -1}}, "attention_factor"),
+        ({"rope_scaling": "linear"}, "rope_scaling is 'linear'"),
+        ({"rope_theta": None}, "no 'rope_theta'"),
+        ({"rope_theta": "1e6"}, r"rope\.theta is '1e6'"),
+        ({"num_hidden_layers": 10**9}, "num_layers"),
+        ({"num_hidden_layers": 2.0}, r"num_hidden_layers is 2\.0; it must be a whole number"),
+        ({"max_position_embeddings": 10**30}, "max_position_embeddings"),
+        ({"head_dim": 0}, "head_dim"),
+        ({"rms_norm_eps": 1e9}, "rms_norm_eps"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+        ({"eos_token_id": 61}, "eos_token_id 61 is outside the table"),
+        ({"eos_token_id": [1, -1]}, "eos_token_id -1 is outside the table"),
+        ({"eos_token_id": "1"}, "eos_token_id is '1'"),
+        ({"pad_token_id": 10**9}, "pad_token_id 1000000000 is outside the table"),
+        ({"pad_token_id": "<pad>"}, "pad_token_id is '<pad>'"),
+        ({"bos_token_id": [4]}, "bos_token_id"),
+        ({"diffusion": False}, "diffusion is False"),
+        ({"diffusion__residual": []}, r"residual is \[\]"),
+        ({"diffusion__residual__alpha": "1"}, r"residual\.alpha is '1'"),
+        ({"diffusion__residual__scale_embedding": 1}, "scale_embedding is 1; it must be true or false"),
+        ({"diffusion__residual__intermediate_size": 8}, r"no effect with residual\.kind 'none'"),
+        ({"diffusion__commit_rule": ["threshold"]}, "commit_rule"),
+        ({"dtype": 16}, "dtype is 16"),
     ],
 )
 def test_contradictions_are_refused_by_name(changes, named):
@@ -112,6 +141,8 @@ def test_contradictions_are_refused_by_name(changes, named):
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2, "mscale": 1}}, "mscale"),
+        ({"rope_scaling": {"factor": 4.0}}, "rope key 'factor' is not implemented for rope_type 'default'"),
+        ({"dtype": "float64"}, "dtype 'float64' is not implemented; supported: float32, bfloat16, float16"),
         ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
     ],
 )
@@ -127,10 +158,16 @@ def test_rope_spellings():
     assert old.rope == new.rope == RopeConfig(theta=1e6, kind="linear", factor=2.0)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": NaN', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("text", ["", "{", "[1]", "null", '{"a": NaN', "[" * 100_000, "\udcff", '{"a": 1, "a": 2}'])
 def test_damaged_file_is_named(tmp_path, text):
     (tmp_path / "config.json").write_text(text, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json is not a file"):
         load_config(tmp_path)
 
 

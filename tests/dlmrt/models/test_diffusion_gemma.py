@@ -53,7 +53,9 @@ def test_logits_equal_the_reference(oracle, name, prompt):
         assert difference <= GATE
 
 
-@pytest.mark.parametrize(("name", "prompt"), [case for case in CASES if case[1] in ("prompt40", "prompt15", "prompt44")])
+@pytest.mark.parametrize(
+    ("name", "prompt"), [case for case in CASES if case[1] in ("prompt40", "prompt15", "prompt44")]
+)
 def test_cache_equals_the_reference(oracle, name, prompt):
     """Keys and values of the encoder pass; the reference's sliding layers keep the last window - 1 of them."""
     denoiser, expected = committed_prompt(oracle, name, prompt)
@@ -105,7 +107,8 @@ def test_bf16_stays_within_the_reference_distance(oracle, prompt):
 def test_router_equals_the_reference(data):
     stored = read_tensors(data / "vectors" / "dgemma_router.safetensors")
     x, scale, proj, expert_scale = (
-        torch.from_numpy(to_float32(stored[f"dgemma_router.{name}"])) for name in ("x", "scale", "proj", "per_expert_scale")
+        torch.from_numpy(to_float32(stored[f"dgemma_router.{name}"]))
+        for name in ("x", "scale", "proj", "per_expert_scale")
     )
     experts, weights = eager.route_softmax(x, scale, proj, expert_scale, top_k=8, eps=1e-6)
     np.testing.assert_array_equal(experts.numpy(), stored["dgemma_router.topk_ids"].raw())
@@ -133,7 +136,7 @@ def live(tmp_path_factory):
         "num_key_value_heads": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2,
         "sliding_window": 12, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24,
         "max_position_embeddings": 512, "use_bidirectional_attention": "vision", "final_logit_softcapping": 20.0,
-        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
     }  # fmt: skip
     vision = {
         "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,

@@ -103,7 +103,9 @@ def test_inner_values_equal_the_reference(oracle, name):
         layer_idx = config.moe.num_dense_layers + number
         wanted_experts = expected[f"debug.topk_ids.{layer_idx}"].raw()
         order, wanted_order = experts.numpy().argsort(-1), wanted_experts.argsort(-1)
-        assert (np.take_along_axis(experts.numpy(), order, -1) == np.take_along_axis(wanted_experts, wanted_order, -1)).all()
+        assert (
+            np.take_along_axis(experts.numpy(), order, -1) == np.take_along_axis(wanted_experts, wanted_order, -1)
+        ).all()
         wanted = np.take_along_axis(to_float32(expected[f"debug.topk_w.{layer_idx}"]), wanted_order, -1)
         np.testing.assert_allclose(np.take_along_axis(weights.numpy(), order, -1), wanted, atol=1e-5)
 
@@ -141,7 +143,9 @@ def test_router_formula_by_hand():
     experts, weights = eager.route_sigmoid(logits, identity, bias, num_groups=1, num_kept_groups=1, **options)
     assert experts.tolist() == [[0, 3]]
     first, last = 0.5, 1 / (1 + np.exp(-3.0))
-    np.testing.assert_allclose(weights.numpy(), [[2.5 * first / (first + last), 2.5 * last / (first + last)]], rtol=1e-6)
+    np.testing.assert_allclose(
+        weights.numpy(), [[2.5 * first / (first + last), 2.5 * last / (first + last)]], rtol=1e-6
+    )
     # Two groups of two: without a bias the second group's sum wins, so expert 0 cannot be reached.
     experts, _ = eager.route_sigmoid(logits, identity, 0 * bias, num_groups=2, num_kept_groups=1, **options)
     assert experts.tolist() == [[3, 2]]
@@ -221,9 +225,9 @@ def test_moe_equals_all_experts_summed():
     np.testing.assert_allclose(eager.moe(x, experts, weights, gate, up, down, activation="silu"), wanted, atol=1e-5)
 
 
-def test_residual_of_zero_is_no_residual(oracle, make_params):
+def test_residual_of_zero_is_no_residual(oracle):
     """ORL's adapter on a LLaDA2 backbone: absent and zero residuals agree, others change the logits."""
-    checkpoint, expected = open_model(oracle, "llada2_tiny")
+    checkpoint, _ = open_model(oracle, "llada2_tiny")
     residual = dataclasses.replace(checkpoint.config.diffusion.residual, kind="gated_mlp", intermediate_size=24)
     diffusion = dataclasses.replace(checkpoint.config.diffusion, residual=residual)
     config = dataclasses.replace(checkpoint.config, diffusion=diffusion)

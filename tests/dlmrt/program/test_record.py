@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dlmrt.program.nodes import If, Kernel, Rows, While, walk
-from dlmrt.program.record import RecordError, Recorder
+from dlmrt.program.record import Recorder, RecordError
 from dlmrt.program.signatures import SIGNATURES, signature
 
 
@@ -69,8 +69,9 @@ def test_products_bind_the_letter_that_is_still_open(recorder):
     wq, wk, wv = (recorder.weight(name, "float32", (n * head_dim, 32)) for name, n in (("q", 4), ("k", 2), ("v", 2)))
     norms = [recorder.weight(name, "float32", (head_dim,)) for name in ("qn", "kn")]
     positions = recorder.state("positions", "int32", (5,))
-    operands = dict(zip(("x", "wq", "wk", "wv", "q_norm", "k_norm", "positions"), (x, wq, wk, wv, *norms, positions), strict=True))
-    out = recorder.call("qkv", operands, dims={"H": head_dim}, eps=1e-6)
+    names = ("x", "wq", "wk", "wv", "q_norm", "k_norm", "positions")
+    operands = dict(zip(names, (x, wq, wk, wv, *norms, positions), strict=True))
+    out = recorder.call("qkv", operands, dims={"H": head_dim}, attributes={"eps": 1e-6})
     assert (out["q"].shape, out["k"].shape, out["v"].shape) == ((5, 4, 8), (5, 2, 8), (5, 2, 8))
 
 

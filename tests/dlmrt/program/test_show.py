@@ -1,4 +1,4 @@
-"""Listings of the tiny model's programs equal the golden files; run `python tests/dlmrt/program/test_show.py` to renew them."""
+"""Listings of the tiny model's programs equal the golden files; running this file as a program renews them."""
 
 from __future__ import annotations
 

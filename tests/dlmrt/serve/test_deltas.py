@@ -56,7 +56,7 @@ SECTION = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     sections=st.lists(SECTION, max_size=5), stop=st.lists(st.sampled_from(["a<", "b ", "é", "\n\n"]), max_size=2),
     max_tokens=st.integers(1, 200),
@@ -64,7 +64,7 @@ SECTION = st.one_of(
 def test_an_answer_does_not_depend_on_the_block_length(sections, stop, max_tokens):
     answer = [*(token for section in sections for token in section), END]
     texts, calls, result = parts(answer, 64, tuple(stop), max_tokens, True)
-    for length in (1, 3, 7):
+    for length in (1, 7):
         other = parts(answer, length, tuple(stop), max_tokens, False)
         assert other[:2] == (texts, calls) and other[2].text == result.text
 

@@ -85,15 +85,9 @@ def test_k06_concurrent_clients_get_their_own_answers(start):
 def test_a_full_queue_answers_429_and_the_others_come_in_turn(start):
     gate = Gate()
     server = start(gate, max_queue=2)
-    order: list[int] = []
-
-    def ask(number: int) -> None:
-        server.chat(f"{number}", max_tokens=8)
-        order.append(number)
-
     threads = []
     for number in range(3):
-        threads.append(threading.Thread(target=ask, args=(number,)))
+        threads.append(threading.Thread(target=server.chat, args=(f"{number}",), kwargs={"max_tokens": 8}))
         threads[-1].start()
         wait_until(lambda n=number: server.service.slot.num_waiting == n and gate.num_waiting == 1)
     assert (server.metric("dlmrt:num_requests_running"), server.metric("dlmrt:num_requests_waiting")) == (1, 2)
@@ -104,7 +98,8 @@ def test_a_full_queue_answers_429_and_the_others_come_in_turn(start):
     gate.open()
     for thread in threads:
         thread.join(WAIT_S)
-    assert order == [0, 1, 2]
+    prompts = [bytes(token for token in ids.tolist() if token < 256) for ids in server.denoiser.extended]
+    assert prompts == [b"user\n%d\nassistant\n" % number for number in range(3)]
     assert server.metric("dlmrt:num_requests_waiting") == 0
 
 

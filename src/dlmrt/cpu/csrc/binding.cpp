@@ -31,7 +31,8 @@ Source source_of(nb::handle item) {
   return s;
 }
 
-std::shared_ptr<PackedWeight> pack_weight(Pool& pool, const nb::list& sources, int dtype, int group, int64_t n, int64_t k) {
+std::shared_ptr<PackedWeight> pack_weight(Pool& pool, const nb::list& sources, int dtype, int group, int64_t n,
+                                          int64_t k) {
   std::vector<Source> list;
   for (nb::handle item : sources) list.push_back(source_of(item));
   const nb::gil_scoped_release release;
@@ -44,7 +45,8 @@ Fields fields_of(const std::string& op, const nb::dict& operands, const nb::dict
   for (auto [key, value] : operands) {
     const auto role = nb::cast<std::string>(key);
     if (nb::isinstance<Ring>(value)) f.ring = nb::cast<std::shared_ptr<Ring>>(value);
-    else if (nb::isinstance<PackedWeight>(value)) f.weights.emplace_back(role, nb::cast<std::shared_ptr<PackedWeight>>(value));
+    else if (nb::isinstance<PackedWeight>(value))
+      f.weights.emplace_back(role, nb::cast<std::shared_ptr<PackedWeight>>(value));
     else f.pointers.emplace_back(role, address(nb::cast<uint64_t>(value)));
   }
   for (auto [key, value] : attributes) f.numbers.emplace_back(nb::cast<std::string>(key), nb::cast<double>(value));
@@ -55,7 +57,9 @@ nb::list read_ring(Ring& ring, double seconds) {
   std::vector<std::string> records;
   {
     const nb::gil_scoped_release release;
-    ring.read(seconds, [&](const uint8_t* slot) { records.emplace_back(reinterpret_cast<const char*>(slot), static_cast<size_t>(ring.slot_bytes())); });
+    ring.read(seconds, [&](const uint8_t* slot) {
+      records.emplace_back(reinterpret_cast<const char*>(slot), static_cast<size_t>(ring.slot_bytes()));
+    });
   }
   nb::list out;
   for (const std::string& r : records) out.append(nb::bytes(r.data(), r.size()));
@@ -74,8 +78,11 @@ NB_MODULE(_native, m) {
     for (const KernelTable* t : runnable_kernels()) names.emplace_back(t->name);
     return names;
   });
-  m.def("operand_bytes", [](int dtype, int64_t rows, int64_t width) { return operand_bytes(static_cast<DType>(dtype), rows, width); });
-  m.def("weight_bytes", [](int dtype, int group, int64_t n, int64_t k) { return PackedWeight::num_bytes(static_cast<DType>(dtype), group, n, k); });
+  m.def("operand_bytes",
+        [](int dtype, int64_t rows, int64_t width) { return operand_bytes(static_cast<DType>(dtype), rows, width); });
+  m.def("weight_bytes", [](int dtype, int group, int64_t n, int64_t k) {
+    return PackedWeight::num_bytes(static_cast<DType>(dtype), group, n, k);
+  });
   m.def("kv_page_bytes", [](int dtype, int page_size, int num_kv_heads, int head_dim) {
     return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr, nullptr});
   });
@@ -91,14 +98,17 @@ NB_MODULE(_native, m) {
       .def("read", &read_ring)
       .def("abandon", &Ring::abandon);
   nb::class_<Runner>(m, "Runner")
-      .def("__init__", [](Runner* self, std::shared_ptr<Pool> pool, const std::string& isa) { new (self) Runner(std::move(pool), select_kernels(isa)); })
-      .def("add", [](Runner& r, const std::string& op, const nb::dict& operands, const nb::dict& attributes) { r.add(fields_of(op, operands, attributes)); })
+      .def("__init__", [](Runner* self, std::shared_ptr<Pool> pool,
+                          const std::string& isa) { new (self) Runner(std::move(pool), select_kernels(isa)); })
+      .def("add", [](Runner& r, const std::string& op, const nb::dict& operands,
+                     const nb::dict& attributes) { r.add(fields_of(op, operands, attributes)); })
       .def("begin_while", [](Runner& r, uint64_t flag) { r.begin_while(flag_at(flag)); })
       .def("begin_if", [](Runner& r, uint64_t flag) { r.begin_if(flag_at(flag)); })
       .def("end", &Runner::end)
       .def_prop_ro("scratch_bytes", &Runner::scratch_bytes)
       .def("run", &Runner::run, nb::call_guard<nb::gil_scoped_release>())
       .def("start", &Runner::start, nb::call_guard<nb::gil_scoped_release>())
-      .def("join", &Runner::join, nb::call_guard<nb::gil_scoped_release>());
+      .def("join", &Runner::join, nb::call_guard<nb::gil_scoped_release>())
+      .def("check", &Runner::check);
   m.def("instruction_set", [](const std::string& name) { return std::string(select_kernels(name).name); });
 }

@@ -1,7 +1,7 @@
 // The loop's own operations: commit rules, settling, noise, records. Plain C++ on the numbers of one block.
 //
-// Numbered steps are those of dlmrt/decode/loop.py, rules those of dlmrt/decode/rules.py, which these must equal slot for slot:
-// comparisons in the same precision, ties to the lower slot. Run by the caller's thread alone.
+// Numbered steps are those of dlmrt/decode/loop.py, rules those of dlmrt/decode/rules.py, which these must equal slot for
+// slot: comparisons in the same precision, ties to the lower slot. Run by the caller's thread alone.
 //
 // Source: ours.
 #include <algorithm>
@@ -13,7 +13,14 @@
 namespace dlmrt::cpu {
 namespace {
 
-enum EndReason : int32_t { kGoesOn = 0, kEos, kStopToken, kMaxTokens, kCancelled, kNonFinite };  // END_REASONS of program/loop.py
+enum EndReason : int32_t {
+  kGoesOn = 0,
+  kEos,
+  kStopToken,
+  kMaxTokens,
+  kCancelled,
+  kNonFinite
+};  // END_REASONS of program/loop.py
 
 // The host sets the flag from another thread.
 bool is_set(const int32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0; }
@@ -30,10 +37,14 @@ int32_t committed_visible(int32_t position, int64_t block, int32_t end) {
 class Noise {
  public:
   explicit Noise(const Fields& f)
-      : mask_(static_cast<int32_t>(f.integer("mask_token_id"))), allowed_(f.find<int32_t>("allowed")), num_allowed_(f.find<int32_t>("num_allowed")), key_(f.find<uint64_t>("noise_key")) {}
+      : mask_(static_cast<int32_t>(f.integer("mask_token_id"))),
+        allowed_(f.find<int32_t>("allowed")),
+        num_allowed_(f.find<int32_t>("num_allowed")),
+        key_(f.find<uint64_t>("noise_key")) {}
   int32_t operator()(int64_t slot, int32_t step, int32_t block) const {
     if (mask_ >= 0) return mask_;
-    const uint64_t word = random_word(*key_, static_cast<uint32_t>(slot), static_cast<uint32_t>(step), static_cast<uint32_t>(block), kNoiseStream);
+    const uint64_t word = random_word(*key_, static_cast<uint32_t>(slot), static_cast<uint32_t>(step),
+                                      static_cast<uint32_t>(block), kNoiseStream);
     return allowed_[word * static_cast<uint64_t>(*num_allowed_) >> 32];
   }
 
@@ -60,10 +71,12 @@ std::unique_ptr<Op> make(F f) {
 
 // 1
 std::unique_ptr<Op> start_request(const Fields& f) {
-  return make([num_prompt = f.get<int32_t>("num_prompt"), num_prefill = f.get<int32_t>("num_prefill"), cancel = f.get<int32_t>("cancel"),
-               context = f.get<int32_t>("context"), forwards = f.get<int32_t>("num_prefill_forwards"), more_prefill = f.get<int32_t>("more_prefill"),
-               more_blocks = f.get<int32_t>("more_blocks"), block_idx = f.get<int32_t>("block_idx"), num_pinned = f.get<int32_t>("num_pinned"),
-               num_answer = f.get<int64_t>("num_answer"), end_reason = f.get<int32_t>("end_reason")] {
+  return make([num_prompt = f.get<int32_t>("num_prompt"), num_prefill = f.get<int32_t>("num_prefill"),
+               cancel = f.get<int32_t>("cancel"), context = f.get<int32_t>("context"),
+               forwards = f.get<int32_t>("num_prefill_forwards"), more_prefill = f.get<int32_t>("more_prefill"),
+               more_blocks = f.get<int32_t>("more_blocks"), block_idx = f.get<int32_t>("block_idx"),
+               num_pinned = f.get<int32_t>("num_pinned"), num_answer = f.get<int64_t>("num_answer"),
+               end_reason = f.get<int32_t>("end_reason")] {
     *context = *forwards = *block_idx = 0;
     *num_answer = 0;
     *end_reason = kGoesOn;
@@ -74,9 +87,10 @@ std::unique_ptr<Op> start_request(const Fields& f) {
 }
 
 std::unique_ptr<Op> prefill_chunk(const Fields& f) {
-  return make([prompt = f.get<int32_t>("prompt"), context = f.get<int32_t>("context"), num_prefill = f.get<int32_t>("num_prefill"),
-               rows = f.get<int32_t>("chunk_rows"), ids = f.get<int32_t>("ids"), positions = f.get<int32_t>("positions"), visible = f.get<int32_t>("visible"),
-               chunk = f.integer("chunk"), block = f.integer("block")] {
+  return make([prompt = f.get<int32_t>("prompt"), context = f.get<int32_t>("context"),
+               num_prefill = f.get<int32_t>("num_prefill"), rows = f.get<int32_t>("chunk_rows"),
+               ids = f.get<int32_t>("ids"), positions = f.get<int32_t>("positions"),
+               visible = f.get<int32_t>("visible"), chunk = f.integer("chunk"), block = f.integer("block")] {
     *rows = static_cast<int32_t>(std::min<int64_t>(chunk, *num_prefill - *context));
     for (int32_t i = 0; i < *rows; i++) {
       ids[i] = prompt[*context + i];
@@ -87,8 +101,9 @@ std::unique_ptr<Op> prefill_chunk(const Fields& f) {
 }
 
 std::unique_ptr<Op> finish_chunk(const Fields& f) {
-  return make([rows = f.get<int32_t>("chunk_rows"), num_prefill = f.get<int32_t>("num_prefill"), cancel = f.get<int32_t>("cancel"),
-               context = f.get<int32_t>("context"), forwards = f.get<int32_t>("num_prefill_forwards"), more = f.get<int32_t>("more_prefill")] {
+  return make([rows = f.get<int32_t>("chunk_rows"), num_prefill = f.get<int32_t>("num_prefill"),
+               cancel = f.get<int32_t>("cancel"), context = f.get<int32_t>("context"),
+               forwards = f.get<int32_t>("num_prefill_forwards"), more = f.get<int32_t>("more_prefill")] {
     *context += *rows;
     ++*forwards;
     *more = *context < *num_prefill && !is_set(cancel);
@@ -104,13 +119,35 @@ std::unique_ptr<Op> start_block(const Fields& f) {
     const int32_t *prompt, *num_prompt, *num_pinned, *context, *block_idx, *cancel;
     int32_t *canvas, *answer;
     uint8_t *is_open, *is_free;
-    int32_t *positions, *visible, *commit_visible, *step, *num_full_steps, *num_repeats, *num_settled, *has_residual, *is_done, *more_steps, *end_reason;
+    int32_t *positions, *visible, *commit_visible, *step, *num_full_steps, *num_repeats, *num_settled, *has_residual,
+        *is_done, *more_steps, *end_reason;
   };
   const auto get = [&](const char* role) { return f.get<int32_t>(role); };
-  const Operands o{Noise(f), f.integer("length"), f.integer("block"), f.integer("is_causal") != 0, get("prompt"), get("num_prompt"), get("num_pinned"),
-                   get("context"), get("block_idx"), get("cancel"), get("canvas"), get("answer"), f.get<uint8_t>("is_open"), f.get<uint8_t>("is_free"),
-                   get("positions"), get("visible"), get("commit_visible"), get("step"), get("num_full_steps"), get("num_repeats"), get("num_settled"),
-                   get("has_residual"), get("is_done"), get("more_steps"), get("end_reason")};
+  const Operands o{Noise(f),
+                   f.integer("length"),
+                   f.integer("block"),
+                   f.integer("is_causal") != 0,
+                   get("prompt"),
+                   get("num_prompt"),
+                   get("num_pinned"),
+                   get("context"),
+                   get("block_idx"),
+                   get("cancel"),
+                   get("canvas"),
+                   get("answer"),
+                   f.get<uint8_t>("is_open"),
+                   f.get<uint8_t>("is_free"),
+                   get("positions"),
+                   get("visible"),
+                   get("commit_visible"),
+                   get("step"),
+                   get("num_full_steps"),
+                   get("num_repeats"),
+                   get("num_settled"),
+                   get("has_residual"),
+                   get("is_done"),
+                   get("more_steps"),
+                   get("end_reason")};
   return make([o] {
     const int32_t end = *o.context + static_cast<int32_t>(o.length);
     for (int64_t i = 0; i < o.length; i++) {
@@ -130,14 +167,16 @@ std::unique_ptr<Op> start_block(const Fields& f) {
 
 std::unique_ptr<Op> start_step(const Fields& f) {
   return make([canvas = f.get<int32_t>("canvas"), is_open = f.get<uint8_t>("is_open"), step = f.get<int32_t>("step"),
-               temperature = f.get<double>("temperature"), t_min = f.find<double>("t_min"), t_max = f.find<double>("t_max"),
-               max_steps = f.get<int32_t>("max_steps"), before = f.get<int32_t>("before"), was_open = f.get<uint8_t>("was_open"),
+               temperature = f.get<double>("temperature"), t_min = f.find<double>("t_min"),
+               t_max = f.find<double>("t_max"), max_steps = f.get<int32_t>("max_steps"),
+               before = f.get<int32_t>("before"), was_open = f.get<uint8_t>("was_open"),
                step_temperature = f.get<float>("step_temperature"), length = f.integer("length")] {
     std::memcpy(before, canvas, static_cast<size_t>(length) * sizeof(int32_t));
     std::memcpy(was_open, is_open, static_cast<size_t>(length));
     double value = *temperature != 0 ? *temperature : 1.;
     if (t_min) {
-      const double remaining = static_cast<double>(*max_steps - *step) / *max_steps;  // 1 at the first step, 1 / max_steps at the last
+      const double remaining =
+          static_cast<double>(*max_steps - *step) / *max_steps;  // 1 at the first step, 1 / max_steps at the last
       value = (*t_min + (*t_max - *t_min) * remaining) * value;
     }
     *step_temperature = static_cast<float>(value);
@@ -147,16 +186,26 @@ std::unique_ptr<Op> start_step(const Fields& f) {
 // The block that a rule works on, and what all rules leave.
 struct Block {
   explicit Block(const Fields& f)
-      : length(f.integer("length")), canvas(f.get<int32_t>("canvas")), answer(f.get<int32_t>("answer")), is_open(f.get<uint8_t>("is_open")),
-        committed(f.get<uint8_t>("committed")), changed(f.get<uint8_t>("changed")), step(f.get<int32_t>("step")), max_steps(f.get<int32_t>("max_steps")),
-        num_edits(f.get<int32_t>("num_edits")), is_done(f.get<int32_t>("is_done")), token(f.get<int32_t>("token")) {}
+      : length(f.integer("length")),
+        canvas(f.get<int32_t>("canvas")),
+        answer(f.get<int32_t>("answer")),
+        is_open(f.get<uint8_t>("is_open")),
+        committed(f.get<uint8_t>("committed")),
+        changed(f.get<uint8_t>("changed")),
+        step(f.get<int32_t>("step")),
+        max_steps(f.get<int32_t>("max_steps")),
+        num_edits(f.get<int32_t>("num_edits")),
+        is_done(f.get<int32_t>("is_done")),
+        token(f.get<int32_t>("token")) {}
 
   bool is_last() const { return *step + 1 >= *max_steps; }
-  int64_t num_open() const { return std::count_if(is_open, is_open + length, [](uint8_t open) { return open != 0; }); }
+  int64_t num_open() const {
+    return std::count_if(is_open, is_open + length, [](uint8_t open) { return open != 0; });
+  }
 
   // chosen = the `count` open slots of highest score; ties go to the lower slot
   void choose_best(const float* score, int64_t count, uint8_t* chosen) const {
-    std::memset(chosen, 0, static_cast<size_t>(length));
+    std::fill_n(chosen, length, uint8_t{0});
     for (int64_t left = std::min(count, num_open()); left > 0; left--) {
       int64_t best = -1;
       for (int64_t i = 0; i < length; i++)
@@ -190,9 +239,11 @@ struct Block {
 
 // 6
 std::unique_ptr<Op> commit_threshold(const Fields& f) {
-  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), argmax_confidence = f.get<float>("argmax_confidence"), confidence = f.get<float>("confidence"),
-               is_free = f.get<uint8_t>("is_free"), threshold = f.get<float>("threshold"), min_commit = f.get<int32_t>("min_commit"),
-               edit_threshold = f.find<float>("edit_threshold"), max_post_edit_steps = f.find<int32_t>("max_post_edit_steps"),
+  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), argmax_confidence = f.get<float>("argmax_confidence"),
+               confidence = f.get<float>("confidence"), is_free = f.get<uint8_t>("is_free"),
+               threshold = f.get<float>("threshold"), min_commit = f.get<int32_t>("min_commit"),
+               edit_threshold = f.find<float>("edit_threshold"),
+               max_post_edit_steps = f.find<int32_t>("max_post_edit_steps"),
                num_full_steps = f.get<int32_t>("num_full_steps"), was_open = f.get<uint8_t>("was_open")] {
     const bool is_last = b.is_last(), was_full = b.num_open() == 0;
     int64_t passed = 0;
@@ -210,7 +261,8 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
       ++*b.num_edits;
     }
     *num_full_steps += was_full;
-    const bool is_settled = !edit_threshold || *num_full_steps >= *max_post_edit_steps || (was_full && *b.num_edits == 0);
+    const bool is_settled =
+        !edit_threshold || *num_full_steps >= *max_post_edit_steps || (was_full && *b.num_edits == 0);
     b.finish(is_last || (b.num_open() == 0 && is_settled));
   });
 }
@@ -226,8 +278,9 @@ std::unique_ptr<Op> commit_steps(const Fields& f) {
 }
 
 std::unique_ptr<Op> commit_entropy_bound(const Fields& f) {
-  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), entropy = f.get<float>("entropy"), is_free = f.get<uint8_t>("is_free"),
-               bound = f.get<double>("entropy_bound"), stop_entropy = f.get<double>("stop_entropy"), stability = f.get<int32_t>("stability_threshold"),
+  return make([b = Block(f), argmax = f.get<int32_t>("argmax"), entropy = f.get<float>("entropy"),
+               is_free = f.get<uint8_t>("is_free"), bound = f.get<double>("entropy_bound"),
+               stop_entropy = f.get<double>("stop_entropy"), stability = f.get<int32_t>("stability_threshold"),
                num_repeats = f.get<int32_t>("num_repeats")] {
     const bool is_last = b.is_last(), is_first = *b.step == 0;
     bool any_changed = false;
@@ -241,7 +294,7 @@ std::unique_ptr<Op> commit_entropy_bound(const Fields& f) {
       if (is_free[i]) total += entropy[i], num_free++;
     }
     // Lowest entropy first, while the sum of those before stays within the bound.
-    std::memset(b.committed, 0, static_cast<size_t>(b.length));
+    std::fill_n(b.committed, b.length, uint8_t{0});
     double before = 0;
     for (int64_t n = 0; n < num_free && before <= *bound; n++) {
       int64_t next = -1;
@@ -264,10 +317,12 @@ std::unique_ptr<Op> commit_entropy_bound(const Fields& f) {
 
 // 7
 std::unique_ptr<Op> settle(const Fields& f) {
-  return make([length = f.integer("length"), is_sticky = f.integer("is_sticky") != 0, answer = f.get<int32_t>("answer"), is_open = f.get<uint8_t>("is_open"),
-               is_done = f.get<int32_t>("is_done"), eos = f.get<uint32_t>("eos"), stop = f.get<uint32_t>("stop"), max_tokens = f.get<int64_t>("max_tokens"),
-               num_settled = f.get<int32_t>("num_settled"), num_answer = f.get<int64_t>("num_answer"), end_reason = f.get<int32_t>("end_reason"),
-               is_continued = f.get<int32_t>("is_continued"), wants_steps = f.get<int32_t>("wants_steps"), is_urgent = f.get<int32_t>("is_urgent")] {
+  return make([length = f.integer("length"), is_sticky = f.integer("is_sticky") != 0, answer = f.get<int32_t>("answer"),
+               is_open = f.get<uint8_t>("is_open"), is_done = f.get<int32_t>("is_done"), eos = f.get<uint32_t>("eos"),
+               stop = f.get<uint32_t>("stop"), max_tokens = f.get<int64_t>("max_tokens"),
+               num_settled = f.get<int32_t>("num_settled"), num_answer = f.get<int64_t>("num_answer"),
+               end_reason = f.get<int32_t>("end_reason"), is_continued = f.get<int32_t>("is_continued"),
+               wants_steps = f.get<int32_t>("wants_steps"), is_urgent = f.get<int32_t>("is_urgent")] {
     int64_t end = length;
     if (!*is_done) end = is_sticky ? std::find(is_open, is_open + length, 1) - is_open : *num_settled;
     for (; *num_settled < end && *end_reason == kGoesOn; ++*num_settled) {
@@ -284,8 +339,9 @@ std::unique_ptr<Op> settle(const Fields& f) {
 
 // 8
 std::unique_ptr<Op> renoise(const Fields& f) {
-  return make([noise = Noise(f), length = f.integer("length"), is_open = f.get<uint8_t>("is_open"), step = f.get<int32_t>("step"),
-               block_idx = f.get<int32_t>("block_idx"), canvas = f.get<int32_t>("canvas")] {
+  return make([noise = Noise(f), length = f.integer("length"), is_open = f.get<uint8_t>("is_open"),
+               step = f.get<int32_t>("step"), block_idx = f.get<int32_t>("block_idx"),
+               canvas = f.get<int32_t>("canvas")] {
     for (int64_t i = 0; i < length; i++)
       if (is_open[i]) canvas[i] = noise(i, *step, *block_idx);
   });
@@ -297,8 +353,9 @@ std::unique_ptr<Op> set_flag(const Fields& f) {
 
 // 3
 std::unique_ptr<Op> finish_step(const Fields& f) {
-  return make([is_done = f.get<int32_t>("is_done"), is_finite = f.get<int32_t>("is_finite"), cancel = f.get<int32_t>("cancel"),
-               end_reason = f.get<int32_t>("end_reason"), more_steps = f.get<int32_t>("more_steps")] {
+  return make([is_done = f.get<int32_t>("is_done"), is_finite = f.get<int32_t>("is_finite"),
+               cancel = f.get<int32_t>("cancel"), end_reason = f.get<int32_t>("end_reason"),
+               more_steps = f.get<int32_t>("more_steps")] {
     if (!*is_finite) *end_reason = kNonFinite;
     else if (*end_reason == kGoesOn && !*is_done && is_set(cancel)) *end_reason = kCancelled;
     *more_steps = !*is_done && *end_reason == kGoesOn;
@@ -307,16 +364,20 @@ std::unique_ptr<Op> finish_step(const Fields& f) {
 
 // 10
 std::unique_ptr<Op> close_block(const Fields& f) {
-  return make([end_reason = f.get<int32_t>("end_reason"), needs_commit = f.get<int32_t>("needs_commit")] { *needs_commit = *end_reason == kGoesOn; });
+  return make([end_reason = f.get<int32_t>("end_reason"), needs_commit = f.get<int32_t>("needs_commit")] {
+    *needs_commit = *end_reason == kGoesOn;
+  });
 }
 
 std::unique_ptr<Op> commit_rows(const Fields& f) {
-  return make([context = f.get<int32_t>("context"), length = static_cast<int32_t>(f.integer("length"))] { *context += length; });
+  return make([context = f.get<int32_t>("context"), length = static_cast<int32_t>(f.integer("length"))] {
+    *context += length;
+  });
 }
 
 std::unique_ptr<Op> next_block(const Fields& f) {
-  return make([end_reason = f.get<int32_t>("end_reason"), block_idx = f.get<int32_t>("block_idx"), num_pinned = f.get<int32_t>("num_pinned"),
-               more_blocks = f.get<int32_t>("more_blocks")] {
+  return make([end_reason = f.get<int32_t>("end_reason"), block_idx = f.get<int32_t>("block_idx"),
+               num_pinned = f.get<int32_t>("num_pinned"), more_blocks = f.get<int32_t>("more_blocks")] {
     ++*block_idx;
     *num_pinned = 0;
     *more_blocks = *end_reason == kGoesOn;
@@ -326,7 +387,8 @@ std::unique_ptr<Op> next_block(const Fields& f) {
 // One record: its kind, then the fields in the order of the listing.
 class Publish : public Op {
  public:
-  explicit Publish(const Fields& f) : kind_(static_cast<int32_t>(f.integer("kind"))), is_urgent_(f.find<int32_t>("is_urgent")), ring_(f.ring) {
+  explicit Publish(const Fields& f)
+      : kind_(static_cast<int32_t>(f.integer("kind"))), is_urgent_(f.find<int32_t>("is_urgent")), ring_(f.ring) {
     if (!ring_) throw std::invalid_argument("publish: the ring is missing");
     int64_t bytes = sizeof(kind_);
     for (const auto& [role, pointer] : f.pointers) {
@@ -334,7 +396,8 @@ class Publish : public Op {
       fields_.push_back({pointer, static_cast<size_t>(f.integer("bytes." + role))});
       bytes += static_cast<int64_t>(fields_.back().second);
     }
-    if (bytes > ring_->slot_bytes()) throw std::invalid_argument("publish: a record of " + std::to_string(bytes) + " bytes does not fit the ring");
+    if (bytes > ring_->slot_bytes())
+      throw std::invalid_argument("publish: a record of " + std::to_string(bytes) + " bytes does not fit the ring");
   }
   void run(const Context&) override {
     ring_->write(!is_urgent_ || *is_urgent_ != 0, [&](uint8_t* slot) {
@@ -360,11 +423,20 @@ std::unique_ptr<Op> make_loop_op(const Fields& f) {
   if (f.op == "publish") return std::make_unique<Publish>(f);
   using Maker = std::unique_ptr<Op> (*)(const Fields&);
   static constexpr std::pair<const char*, Maker> makers[] = {
-      {"start_request", start_request}, {"prefill_chunk", prefill_chunk}, {"finish_chunk", finish_chunk},
-      {"start_block", start_block},     {"start_step", start_step},       {"commit_threshold", commit_threshold},
-      {"commit_steps", commit_steps},   {"commit_entropy_bound", commit_entropy_bound},
-      {"settle", settle},               {"renoise", renoise},             {"set_flag", set_flag},
-      {"finish_step", finish_step},     {"close_block", close_block},     {"commit_rows", commit_rows},
+      {"start_request", start_request},
+      {"prefill_chunk", prefill_chunk},
+      {"finish_chunk", finish_chunk},
+      {"start_block", start_block},
+      {"start_step", start_step},
+      {"commit_threshold", commit_threshold},
+      {"commit_steps", commit_steps},
+      {"commit_entropy_bound", commit_entropy_bound},
+      {"settle", settle},
+      {"renoise", renoise},
+      {"set_flag", set_flag},
+      {"finish_step", finish_step},
+      {"close_block", close_block},
+      {"commit_rows", commit_rows},
       {"next_block", next_block},
   };
   for (const auto& [name, maker] : makers)

@@ -19,7 +19,7 @@ namespace dlmrt::cpu {
 struct Context {
   Pool& pool;
   const KernelTable& kernels;
-  uint8_t* scratch;        // `scratch_stride` bytes for each worker
+  uint8_t* scratch;  // `scratch_stride` bytes for each worker
   int64_t scratch_stride;
 
   void* worker_scratch(int worker) const { return scratch + worker * scratch_stride; }

@@ -1,7 +1,7 @@
-// Step 5 of the loop: from the final hidden states to one predicted token per slot and the numbers that rules decide by.
+// Step 5 of the loop: from the final hidden states to one predicted token a slot and the numbers that rules decide by.
 //
-// The head's statistics are taken tile by tile without writing logits; they are written only where a soft embedding or a
-// filter needs them. Numbers follow dlmrt/decode/sampling.py: confidence and entropy are of the tempered, unfiltered
+// The head's statistics are taken tile by tile without writing logits; logits are written only where a soft embedding or
+// a filter needs them. Numbers follow dlmrt/decode/sampling.py: confidence and entropy are of the tempered, unfiltered
 // distribution, the filters are exact, the draw is Gumbel-max over what they leave.
 //
 // Source: ours.
@@ -31,7 +31,11 @@ HeadPartials partials_of(const Fields& f) {
 class GumbelKeys : public Op {
  public:
   explicit GumbelKeys(const Fields& f)
-      : rows_(f), seed_(f.get<uint64_t>("seed")), step_(f.get<int32_t>("step")), block_(f.get<int32_t>("block_idx")), keys_(f.get<GumbelKey>("keys")) {}
+      : rows_(f),
+        seed_(f.get<uint64_t>("seed")),
+        step_(f.get<int32_t>("step")),
+        block_(f.get<int32_t>("block_idx")),
+        keys_(f.get<GumbelKey>("keys")) {}
   void run(const Context&) override {
     for (int64_t slot = 0; slot < rows_(); slot++)
       keys_[slot] = {{static_cast<uint32_t>(*seed_), static_cast<uint32_t>(*seed_ >> 32)},
@@ -62,7 +66,8 @@ class HeadStats : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(head_tiles(args_.weight.n), 1, [&](Range r, int worker) { c.kernels.head_stats(args_, r, c.worker_scratch(worker)); });
+    c.pool.split(head_tiles(args_.weight.n), 1,
+                 [&](Range r, int worker) { c.kernels.head_stats(args_, r, c.worker_scratch(worker)); });
   }
   int64_t worker_bytes() const override {
     HeadArgs largest = args_;
@@ -104,9 +109,19 @@ class HeadMerge : public Op {
 class FilteredDraw : public Op {
  public:
   explicit FilteredDraw(const Fields& f)
-      : rows_(f), vocab_(f.integer("vocab")), logits_(f.get<float>("logits")), max_logit_(f.get<float>("max_logit")), is_drawn_(f.get<uint8_t>("is_drawn")),
-        seed_(f.get<uint64_t>("seed")), step_(f.get<int32_t>("step")), block_(f.get<int32_t>("block_idx")), top_k_(f.get<int64_t>("top_k")),
-        top_p_(f.get<double>("top_p")), min_p_(f.get<float>("min_p")), sample_(f.get<int32_t>("sample")), sample_logit_(f.get<float>("sample_logit")) {}
+      : rows_(f),
+        vocab_(f.integer("vocab")),
+        logits_(f.get<float>("logits")),
+        max_logit_(f.get<float>("max_logit")),
+        is_drawn_(f.get<uint8_t>("is_drawn")),
+        seed_(f.get<uint64_t>("seed")),
+        step_(f.get<int32_t>("step")),
+        block_(f.get<int32_t>("block_idx")),
+        top_k_(f.get<int64_t>("top_k")),
+        top_p_(f.get<double>("top_p")),
+        min_p_(f.get<float>("min_p")),
+        sample_(f.get<int32_t>("sample")),
+        sample_logit_(f.get<float>("sample_logit")) {}
   void run(const Context& c) override {
     c.pool.split(rows_(), 1, [&](Range rows, int worker) {
       for (int64_t m = rows.begin; m < rows.end; m++)
@@ -119,7 +134,9 @@ class FilteredDraw : public Op {
   struct Candidate {
     float weight;
     int32_t id;
-    bool operator<(const Candidate& other) const { return weight > other.weight || (weight == other.weight && id < other.id); }
+    bool operator<(const Candidate& other) const {
+      return weight > other.weight || (weight == other.weight && id < other.id);
+    }
   };
 
   void draw(int64_t m, Candidate* const begin) const {
@@ -136,7 +153,8 @@ class FilteredDraw : public Op {
     for (const Candidate* p = begin; p < end; p++) {
       if (*min_p_ > 0.f && p->weight < *min_p_) continue;  // the largest weight is 1
       const double score = static_cast<double>(logits[p->id] - top) +
-                           gumbel_noise(*seed_, static_cast<uint32_t>(p->id), static_cast<uint32_t>(*step_), static_cast<uint32_t>(*block_), static_cast<uint32_t>(m));
+                           gumbel_noise(*seed_, static_cast<uint32_t>(p->id), static_cast<uint32_t>(*step_),
+                                        static_cast<uint32_t>(*block_), static_cast<uint32_t>(m));
       if (score > best || (score == best && p->id < choice)) best = score, choice = p->id;
     }
     sample_[m] = choice;
@@ -153,7 +171,8 @@ class FilteredDraw : public Op {
   // The leading ids before which the share is still within top_p.
   Candidate* keep_top_p(Candidate* begin, Candidate* end) const {
     if (*top_p_ >= 1.) return end;
-    std::sort(begin, end, [](const Candidate& a, const Candidate& b) { return a.id < b.id; });  // sums in the order of ids
+    std::sort(begin, end,
+              [](const Candidate& a, const Candidate& b) { return a.id < b.id; });  // sums in the order of ids
     double total = 0, before = 0;
     for (const Candidate* p = begin; p < end; p++) total += static_cast<double>(p->weight);
     // Few ids hold most of the mass: order only as many as the sum needs.
@@ -186,10 +205,18 @@ class FilteredDraw : public Op {
 class FinishPredict : public Op {
  public:
   explicit FinishPredict(const Fields& f)
-      : rows_(f), argmax_(f.get<int32_t>("argmax")), max_logit_(f.get<float>("max_logit")), log_sum_exp_(f.get<float>("log_sum_exp")),
-        argmax_confidence_(f.get<float>("argmax_confidence")), is_drawn_(f.find<uint8_t>("is_drawn")), sample_(f.find<int32_t>("sample")),
-        sample_logit_(f.find<float>("sample_logit")), token_(f.get<int32_t>("token")), confidence_(f.get<float>("confidence")),
-        is_finite_row_(f.get<uint8_t>("is_finite_row")), is_finite_(f.get<int32_t>("is_finite")) {}
+      : rows_(f),
+        argmax_(f.get<int32_t>("argmax")),
+        max_logit_(f.get<float>("max_logit")),
+        log_sum_exp_(f.get<float>("log_sum_exp")),
+        argmax_confidence_(f.get<float>("argmax_confidence")),
+        is_drawn_(f.find<uint8_t>("is_drawn")),
+        sample_(f.find<int32_t>("sample")),
+        sample_logit_(f.find<float>("sample_logit")),
+        token_(f.get<int32_t>("token")),
+        confidence_(f.get<float>("confidence")),
+        is_finite_row_(f.get<uint8_t>("is_finite_row")),
+        is_finite_(f.get<int32_t>("is_finite")) {}
   void run(const Context&) override {
     *is_finite_ = 1;
     for (int64_t m = 0; m < rows_(); m++) {
@@ -218,7 +245,11 @@ class Probabilities : public Op {
  public:
   explicit Probabilities(const Fields& f) : rows_(f), args_{} {
     const int64_t vocab = f.integer("vocab");
-    args_ = {f.get<float>("logits"), vocab, 0, f.get<float>("log_sum_exp"), {f.dtype("operand"), 0, vocab, f.get<void>("cells"), nullptr}};
+    args_ = {f.get<float>("logits"),
+             vocab,
+             0,
+             f.get<float>("log_sum_exp"),
+             {f.dtype("operand"), 0, vocab, f.get<void>("cells"), nullptr}};
   }
   void run(const Context& c) override {
     args_.rows = rows_();

@@ -1,8 +1,9 @@
 // The ring: fixed-size records from the loop to the host, in order, none lost.
 //
-// One writer, one reader. A writer that finds the ring full waits, so a slow reader slows the loop instead of losing records;
-// `abandon` ends the waiting for good and lets the loop run out unseen. The reader is woken when a record is marked urgent or
-// the ring is half full: on a machine whose every core computes, waking it at each step would cost more than it tells.
+// One writer, one reader. A writer that finds the ring full waits, so a slow reader slows the loop instead of losing
+// records; `abandon` ends the waiting for good and lets the loop run out unseen. The reader is woken when a record is
+// marked urgent or the ring is half full: on a machine whose every core computes, waking it at each step would cost more
+// than it tells.
 //
 // Source: ours.
 #pragma once
@@ -16,7 +17,8 @@ namespace dlmrt::cpu {
 
 class Ring {
  public:
-  Ring(int slots, int64_t slot_bytes) : slots_(slots), slot_bytes_(slot_bytes), bytes_(static_cast<size_t>(slots * slot_bytes)) {}
+  Ring(int slots, int64_t slot_bytes)
+      : slots_(slots), slot_bytes_(slot_bytes), bytes_(static_cast<size_t>(slots * slot_bytes)) {}
 
   int64_t slot_bytes() const { return slot_bytes_; }
 
@@ -45,11 +47,12 @@ class Ring {
     if (is_urgent_ || written_ - read_ >= slots_ / 2) readable_.notify_one();
   }
 
-  // Waits until something urgent is there, the ring is half full, or `seconds` have passed; then take(record) for each record.
+  // Waits until something urgent is there, the ring is half full, or `seconds` have passed; then take(record) for each.
   template <class F>
   void read(double seconds, F&& take) {
     std::unique_lock<std::mutex> lock(mutex_);
-    readable_.wait_for(lock, std::chrono::duration<double>(seconds), [&] { return is_urgent_ || written_ - read_ >= slots_ / 2; });
+    readable_.wait_for(lock, std::chrono::duration<double>(seconds),
+                       [&] { return is_urgent_ || written_ - read_ >= slots_ / 2; });
     const int64_t end = written_;
     is_urgent_ = false;
     for (int64_t i = read_; i < end; i++) {

@@ -44,7 +44,19 @@ void Runner::run() {
 
 void Runner::start() {
   join();
-  thread_ = std::thread([this] { run(); });
+  has_failed_ = false;
+  thread_ = std::thread([this] {
+    try {
+      run();
+    } catch (const std::exception& error) {  // no memory or no thread for the pool: operations themselves do not throw
+      failure_ = error.what();
+      has_failed_ = true;
+    }
+  });
+}
+
+void Runner::check() {
+  if (has_failed_) throw std::runtime_error("the native loop ended early: " + failure_);
 }
 
 void Runner::join() {

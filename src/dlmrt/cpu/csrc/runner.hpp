@@ -1,10 +1,11 @@
 // Runs a program: a flat list of operations with two kinds of jumps, over memory that was planned before.
 //
-// Nothing is allocated while it runs. Scratch of the workers is measured when the program is built and allocated once. One
-// program runs at a time on a pool: a second caller waits.
+// Nothing is allocated while it runs. Scratch of the workers is measured when the program is built and allocated once.
+// One program runs at a time on a pool: a second caller waits.
 //
 // Source: ours.
 #pragma once
+#include <atomic>
 #include <thread>
 
 #include "op.hpp"
@@ -29,9 +30,10 @@ class Runner {
 
   // From the first node to the last, on the calling thread and the pool.
   void run();
-  // The same on a thread of its own; join before the next start.
+  // The same on a thread of its own, until `join`; one start at a time. `check` throws what ended that thread early.
   void start();
   void join();
+  void check();
 
  private:
   struct Instruction {
@@ -52,6 +54,8 @@ class Runner {
   int64_t worker_bytes_ = 0;
   std::unique_ptr<AlignedBytes> scratch_;
   std::thread thread_;
+  std::atomic<bool> has_failed_{false};
+  std::string failure_;  // written before has_failed_ is set
 };
 
 }  // namespace dlmrt::cpu

@@ -18,7 +18,8 @@ Operand operand(const Fields& f, int64_t width) {
 class Embed : public Op {
  public:
   explicit Embed(const Fields& f)
-      : rows_(f), args_{f.dtype("table_dtype"), f.get<void>("table"), f.get<int32_t>("ids"), 0, f.integer("width"), f.get<float>("x")} {}
+      : rows_(f), args_{f.dtype("table_dtype"), f.get<void>("table"), f.get<int32_t>("ids"), 0,
+                        f.integer("width"),     f.get<float>("x")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.embed(args_, r); });
@@ -102,8 +103,12 @@ class SiluMul : public Op {
 class ScaledAdd : public Op {
  public:
   explicit ScaledAdd(const Fields& f)
-      : rows_(f),
-        args_{f.get<float>("x"), f.get<float>("delta"), f.find<uint8_t>("where"), static_cast<float>(f.number("alpha")), 0, f.integer("width")} {}
+      : rows_(f), args_{f.get<float>("x"),
+                        f.get<float>("delta"),
+                        f.find<uint8_t>("where"),
+                        static_cast<float>(f.number("alpha")),
+                        0,
+                        f.integer("width")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scaled_add(args_, r); });
@@ -115,8 +120,12 @@ class ScaledAdd : public Op {
 };
 
 KvCache cache_of(const Fields& f) {
-  return {f.dtype("cache_dtype"), static_cast<int32_t>(f.integer("page_size")), static_cast<int32_t>(f.integer("num_kv_heads")),
-          static_cast<int32_t>(f.integer("head_dim")), f.get<void>("cache"), nullptr};
+  return {f.dtype("cache_dtype"),
+          static_cast<int32_t>(f.integer("page_size")),
+          static_cast<int32_t>(f.integer("num_kv_heads")),
+          static_cast<int32_t>(f.integer("head_dim")),
+          f.get<void>("cache"),
+          nullptr};
 }
 
 class QkNormRopeStore : public Op {
@@ -158,7 +167,8 @@ class Attention : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(attention_units(args_), 1, [&](Range r, int worker) { c.kernels.attention(args_, r, c.worker_scratch(worker)); });
+    c.pool.split(attention_units(args_), 1,
+                 [&](Range r, int worker) { c.kernels.attention(args_, r, c.worker_scratch(worker)); });
   }
   int64_t worker_bytes() const override { return attention_scratch_bytes(args_); }
 
@@ -171,7 +181,11 @@ class Attention : public Op {
 class HiddenStore : public Op {
  public:
   explicit HiddenStore(const Fields& f)
-      : rows_(f), hidden_(f.get<float>("hidden")), cache_(f.get<float>("cache")), positions_(f.get<int32_t>("positions")), width_(f.integer("width")) {}
+      : rows_(f),
+        hidden_(f.get<float>("hidden")),
+        cache_(f.get<float>("cache")),
+        positions_(f.get<int32_t>("positions")),
+        width_(f.integer("width")) {}
   void run(const Context&) override {
     for (int64_t m = 0; m < rows_(); m++)
       std::memcpy(cache_ + positions_[m] * width_, hidden_ + m * width_, static_cast<size_t>(width_) * sizeof(float));
@@ -185,15 +199,20 @@ class HiddenStore : public Op {
   int64_t width_;
 };
 
-// Row i of y is row i - 1 of hidden; row 0 is the last committed one.
+// Row i of y is row i - 1 of hidden; row 0 is the last committed one, and a single row needs no hidden.
 class Shift : public Op {
  public:
   explicit Shift(const Fields& f)
-      : rows_(f), hidden_(f.get<float>("hidden")), cache_(f.get<float>("cache")), context_(f.get<int32_t>("context")), y_(f.get<float>("y")), width_(f.integer("width")) {}
+      : rows_(f),
+        hidden_(f.find<float>("hidden")),
+        cache_(f.get<float>("cache")),
+        context_(f.get<int32_t>("context")),
+        y_(f.get<float>("y")),
+        width_(f.integer("width")) {}
   void run(const Context&) override {
     const size_t row = static_cast<size_t>(width_) * sizeof(float);
     std::memcpy(y_, cache_ + (*context_ - 1) * width_, row);
-    std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
+    if (rows_() > 1) std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
   }
 
  private:
@@ -207,7 +226,8 @@ class Shift : public Op {
 class SoftEmbedding : public Op {
  public:
   explicit SoftEmbedding(const Fields& f)
-      : rows_(f), args_{operand(f, f.integer("vocab")), f.get<void>("table"), 0, f.integer("width"), static_cast<float>(f.number("scale")), f.get<float>("z")} {}
+      : rows_(f), args_{operand(f, f.integer("vocab")),        f.get<void>("table"), 0, f.integer("width"),
+                        static_cast<float>(f.number("scale")), f.get<float>("z")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(num_panels(args_.width), 2, [&](Range r, int) { c.kernels.soft_embedding(args_, r); });

@@ -46,7 +46,8 @@ class PackedWeight {
     if (scale_bytes(dtype)) view_.column_scale = static_cast<float*>(scales_.data());
     if (sum_bytes(dtype)) view_.column_sum = static_cast<int32_t*>(sums_.data());
     const auto lock = pool.hold();
-    pool.split(num_panels(n), 1, [&](Range panels, int) { pack(sources.data(), static_cast<int>(sources.size()), view_, panels); });
+    pool.split(num_panels(n), 1,
+               [&](Range panels, int) { pack(sources.data(), static_cast<int>(sources.size()), view_, panels); });
   }
 
   const Weight& view() const { return view_; }

@@ -42,7 +42,7 @@ function layOut() {
 }
 
 function describe(settings) {
-  const words = Object.entries(settings).map(([key, value]) => `${key} ${value}`);
+  const words = Object.entries(settings).map(([key, value]) => `${key.replace("commit_rule", "rule")} ${value}`);
   return words.join(", ") || "The model\u2019s own settings";
 }
 

@@ -27,7 +27,8 @@ Pool& pool(int threads) {
 struct Scratch {
   std::vector<void*> blocks;
   Scratch(int threads, int64_t bytes) {
-    for (int i = 0; i < threads; i++) blocks.push_back(bytes ? aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))) : nullptr);
+    for (int i = 0; i < threads; i++)
+      blocks.push_back(bytes ? aligned_alloc(64, static_cast<size_t>(round_up(bytes, 64))) : nullptr);
   }
   ~Scratch() {
     for (void* b : blocks) free(b);
@@ -59,8 +60,12 @@ EXPORT int dlmrt_select(const char* name, char* out, int size) {
   }
 }
 EXPORT int dlmrt_default_num_threads() { return default_num_threads(); }
-EXPORT int64_t dlmrt_operand_bytes(int dtype, int64_t rows, int64_t width) { return operand_bytes(static_cast<DType>(dtype), rows, width); }
-EXPORT int64_t dlmrt_panel_bytes(int dtype, int64_t group, int64_t k) { return panel_bytes(static_cast<DType>(dtype), group, k); }
+EXPORT int64_t dlmrt_operand_bytes(int dtype, int64_t rows, int64_t width) {
+  return operand_bytes(static_cast<DType>(dtype), rows, width);
+}
+EXPORT int64_t dlmrt_panel_bytes(int dtype, int64_t group, int64_t k) {
+  return panel_bytes(static_cast<DType>(dtype), group, k);
+}
 EXPORT int64_t dlmrt_kv_page_bytes(const KvCache* c) { return kv_page_bytes(*c); }
 EXPORT int64_t dlmrt_find_bad_scale(const uint8_t* scales, int64_t n) { return find_bad_scale(scales, n); }
 EXPORT void dlmrt_pack(const Source* sources, int count, const Weight* into, int threads) {
@@ -75,12 +80,13 @@ EXPORT int dlmrt_count_workers(int threads) {
 
 EXPORT void dlmrt_linear(const char* isa, const LinearArgs* t, int threads) {
   const KernelTable& k = select_kernels(isa);
-  spread(threads, num_panels(t->weight.n), weight_scratch_bytes(t->weight), [&](Range r, void* s) { k.linear(*t, r, s); });
+  spread(threads, num_panels(t->weight.n), weight_scratch_bytes(t->weight),
+         [&](Range r, void* s) { k.linear(*t, r, s); });
 }
-#define ROWS(name, Args)                                                                       \
-  EXPORT void dlmrt_##name(const char* isa, const Args* t, int threads) {                      \
-    const KernelTable& k = select_kernels(isa);                                                \
-    spread(threads, t->rows, 0, [&](Range r, void*) { k.name(*t, r); });                       \
+#define ROWS(name, Args)                                                  \
+  EXPORT void dlmrt_##name(const char* isa, const Args* t, int threads) { \
+    const KernelTable& k = select_kernels(isa);                           \
+    spread(threads, t->rows, 0, [&](Range r, void*) { k.name(*t, r); });  \
   }
 ROWS(rms_norm, RmsNormArgs)
 ROWS(quantize_rows, QuantizeArgs)

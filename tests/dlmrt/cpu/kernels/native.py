@@ -32,8 +32,6 @@ HEAD_TILE, MAX_TOP = 128, 8
 BANNED_LOGIT = np.float32(-1e30)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
-Pointer = C.c_void_p
-
 
 @lru_cache
 def build(sanitize: str = "") -> Path:
@@ -73,93 +71,95 @@ def call(kernel: str, isa: str, args: C.Structure, threads: int = 1) -> None:
     getattr(library(), f"dlmrt_{kernel}")(isa.encode(), C.byref(args), threads)
 
 
+def _fields(text: str, **structs: Any) -> list[tuple[str, Any]]:
+    """Fields from words name:kind; kinds i int32, l int64, f float, p pointer, or a struct's name."""
+    kinds = {"i": C.c_int32, "l": C.c_int64, "f": C.c_float, "p": C.c_void_p} | structs
+    return [(name, kinds[kind]) for name, kind in (word.split(":") for word in text.split())]
+
+
 class Operand(C.Structure):
-    _fields_ = [("dtype", C.c_int32), ("reserved", C.c_int32), ("width", C.c_int64), ("cells", Pointer), ("scales", Pointer)]
+    _fields_ = _fields("dtype:i reserved:i width:l cells:p scales:p")
 
 
 class Weight(C.Structure):
-    _fields_ = [("dtype", C.c_int32), ("group", C.c_int32), ("n", C.c_int64), ("k", C.c_int64), ("panels", Pointer),
-                ("column_scale", Pointer), ("column_sum", Pointer)]  # fmt: skip
+    _fields_ = _fields("dtype:i group:i n:l k:l panels:p column_scale:p column_sum:p")
 
 
 class Source(C.Structure):
-    _fields_ = [("dtype", C.c_int32), ("reserved", C.c_int32), ("data", Pointer), ("rows", C.c_int64), ("ld", C.c_int64),
-                ("scales", Pointer), ("block_scales", Pointer), ("global_scale", C.c_float)]  # fmt: skip
+    _fields_ = _fields("dtype:i reserved:i data:p rows:l ld:l scales:p block_scales:p global_scale:f")
 
 
 class LinearArgs(C.Structure):
-    _fields_ = [("weight", Weight), ("input", Operand), ("rows", C.c_int64), ("out", Pointer), ("ld_out", C.c_int64),
-                ("accumulate", C.c_int32)]  # fmt: skip
+    _fields_ = _fields("weight:W input:O rows:l out:p ld_out:l accumulate:i", W=Weight, O=Operand)
 
 
 class RmsNormArgs(C.Structure):
-    _fields_ = [("x", Pointer), ("delta", Pointer), ("weight", Pointer), ("eps", C.c_float), ("rows", C.c_int64),
-                ("width", C.c_int64), ("out_rows", Pointer), ("out", Operand)]  # fmt: skip
+    _fields_ = _fields("x:p delta:p weight:p eps:f rows:l width:l out_rows:p out:O", O=Operand)
 
 
 class QuantizeArgs(C.Structure):
-    _fields_ = [("x", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("out", Operand)]
+    _fields_ = _fields("x:p ld:l rows:l out:O", O=Operand)
 
 
 class SiluMulArgs(C.Structure):
-    _fields_ = [("gate", Pointer), ("up", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("out", Operand)]
+    _fields_ = _fields("gate:p up:p ld:l rows:l out:O", O=Operand)
 
 
 class ScaledAddArgs(C.Structure):
-    _fields_ = [("x", Pointer), ("delta", Pointer), ("where", Pointer), ("alpha", C.c_float), ("rows", C.c_int64),
-                ("width", C.c_int64)]  # fmt: skip
+    _fields_ = _fields("x:p delta:p where:p alpha:f rows:l width:l")
 
 
 class KvCache(C.Structure):
-    _fields_ = [("dtype", C.c_int32), ("page_size", C.c_int32), ("num_kv_heads", C.c_int32), ("head_dim", C.c_int32),
-                ("pages", Pointer), ("page_table", Pointer)]  # fmt: skip
+    _fields_ = _fields("dtype:i page_size:i num_kv_heads:i head_dim:i pages:p page_table:p")
 
 
 class QkvArgs(C.Structure):
-    _fields_ = [("qkv", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("num_heads", C.c_int32),
-                ("rotary_dim", C.c_int32), ("q_norm", Pointer), ("k_norm", Pointer), ("eps", C.c_float),
-                ("cos", Pointer), ("sin", Pointer), ("positions", Pointer), ("q", Pointer), ("cache", KvCache)]  # fmt: skip
+    _fields_ = _fields(
+        "qkv:p ld:l rows:l num_heads:i rotary_dim:i q_norm:p k_norm:p eps:f cos:p sin:p positions:p q:p cache:K",
+        K=KvCache,
+    )
 
 
 class AttentionArgs(C.Structure):
-    _fields_ = [("q", Pointer), ("cache", KvCache), ("rows", C.c_int64), ("num_heads", C.c_int32), ("chunk", C.c_int32),
-                ("visible", Pointer), ("out", Pointer), ("ld_out", C.c_int64)]  # fmt: skip
+    _fields_ = _fields("q:p cache:K rows:l num_heads:i chunk:i visible:p out:p ld_out:l", K=KvCache)
 
 
 class HeadPartials(C.Structure):
-    _fields_ = [("row_stride", C.c_int64), ("max", Pointer), ("sum", Pointer), ("weighted", Pointer), ("argmax", Pointer),
-                ("top_slot", Pointer), ("top_id", Pointer), ("top_logit", Pointer), ("sample_score", Pointer),
-                ("sample_logit", Pointer), ("sample_id", Pointer)]  # fmt: skip
+    _fields_ = _fields(
+        "row_stride:l max:p sum:p weighted:p argmax:p top_slot:p top_id:p top_logit:p "
+        "sample_score:p sample_logit:p sample_id:p"
+    )
 
 
 class GumbelKey(C.Structure):
-    _fields_ = [("seed", C.c_uint32 * 2), ("step", C.c_uint32), ("block", C.c_uint32), ("last", C.c_uint32)]
+    _fields_ = (("seed", C.c_uint32 * 2), ("step", C.c_uint32), ("block", C.c_uint32), ("last", C.c_uint32))
 
 
 class HeadArgs(C.Structure):
-    _fields_ = [("weight", Weight), ("input", Operand), ("rows", C.c_int64), ("softcap", C.c_float),
-                ("temperature", Pointer), ("banned", Pointer), ("gumbel", Pointer), ("partials", HeadPartials),
-                ("logits", Pointer), ("ld_logits", C.c_int64)]  # fmt: skip
+    _fields_ = _fields(
+        "weight:W input:O rows:l softcap:f temperature:p banned:p gumbel:p partials:P logits:p ld_logits:l",
+        W=Weight, O=Operand, P=HeadPartials,
+    )  # fmt: skip
 
 
 class HeadMergeArgs(C.Structure):
-    _fields_ = [("partials", HeadPartials), ("rows", C.c_int64), ("vocab", C.c_int64), ("argmax", Pointer),
-                ("max_logit", Pointer), ("log_sum_exp", Pointer), ("entropy", Pointer), ("top_id", Pointer),
-                ("top_logit", Pointer), ("sample_id", Pointer), ("sample_logit", Pointer), ("confidence", Pointer)]  # fmt: skip
+    _fields_ = _fields(
+        "partials:P rows:l vocab:l argmax:p max_logit:p log_sum_exp:p entropy:p top_id:p top_logit:p "
+        "sample_id:p sample_logit:p confidence:p",
+        P=HeadPartials,
+    )
 
 
 class EmbedArgs(C.Structure):
-    _fields_ = [("dtype", C.c_int32), ("table", Pointer), ("ids", Pointer), ("rows", C.c_int64), ("width", C.c_int64),
-                ("out", Pointer)]  # fmt: skip
+    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p")
 
 
 class ProbabilitiesArgs(C.Structure):
-    _fields_ = [("logits", Pointer), ("ld", C.c_int64), ("rows", C.c_int64), ("log_sum_exp", Pointer), ("out", Operand)]
+    _fields_ = _fields("logits:p ld:l rows:l log_sum_exp:p out:O", O=Operand)
 
 
 class SoftEmbeddingArgs(C.Structure):
-    _fields_ = [("probabilities", Operand), ("table", Pointer), ("rows", C.c_int64), ("width", C.c_int64),
-                ("scale", C.c_float), ("out", Pointer)]  # fmt: skip
+    _fields_ = _fields("probabilities:O table:p rows:l width:l scale:f out:p", O=Operand)
 
 
 def ptr(a: Array | None) -> int | None:
@@ -200,7 +200,9 @@ class Rows:
     width: int
 
     def __post_init__(self) -> None:
-        self.cells = aligned(int(library().dlmrt_operand_bytes(self.dtype, C.c_int64(self.rows), C.c_int64(self.width))))
+        self.cells = aligned(
+            int(library().dlmrt_operand_bytes(self.dtype, C.c_int64(self.rows), C.c_int64(self.width)))
+        )
         self.scales = np.full(self.rows, np.nan, np.float32)
         self.operand = Operand(self.dtype, 0, self.width, ptr(self.cells), ptr(self.scales))
 
@@ -244,14 +246,18 @@ def pack(dtype: int, sources: Iterable[Source], k: int, group: int = 0, threads:
     panels = aligned(padded // 16 * int(library().dlmrt_panel_bytes(dtype, C.c_int64(group), C.c_int64(k))))
     scale, total = aligned(padded * 4), aligned(padded * 4)
     quantised = dtype in (INT8, NVFP4, INT4)
-    weight = Weight(dtype, group, n, k, ptr(panels), ptr(scale) if quantised else None, ptr(total) if dtype == INT8 else None)
+    weight = Weight(
+        dtype, group, n, k, ptr(panels), ptr(scale) if quantised else None, ptr(total) if dtype == INT8 else None
+    )
     library().dlmrt_pack((Source * len(sources))(*sources), len(sources), C.byref(weight), threads)
     return Packed(weight, (panels, scale, total))
 
 
 def float_source(w: Array) -> Source:
     """Source of fp32 [N, K] or of bf16 bits (uint16)."""
-    return Source(F32 if w.dtype == np.float32 else BF16, 0, ptr(w), w.shape[0], w.shape[1], None, None, 0.0)
+    source = Source(F32 if w.dtype == np.float32 else BF16, 0, ptr(w), w.shape[0], w.shape[1], None, None, 0.0)
+    source.memory = w  # lives as long as the source
+    return source
 
 
 def linear(isa: str, packed: Packed, rows: Rows, threads: int = 1, add_to: Array | None = None) -> Array:
@@ -260,6 +266,8 @@ def linear(isa: str, packed: Packed, rows: Rows, threads: int = 1, add_to: Array
     out = np.full((rows.rows, n + 3), 7.0, np.float32)
     if add_to is not None:
         out[:, :n] = add_to
-    call("linear", isa, LinearArgs(packed.weight, rows.operand, rows.rows, ptr(out), n + 3, add_to is not None), threads)
+    call(
+        "linear", isa, LinearArgs(packed.weight, rows.operand, rows.rows, ptr(out), n + 3, add_to is not None), threads
+    )
     assert (out[:, n:] == 7.0).all(), "wrote past a row"
     return out[:, :n].copy()

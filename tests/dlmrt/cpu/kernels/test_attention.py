@@ -11,8 +11,20 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 from native import (
-    BF16, F32, Array, AttentionArgs, KvCache, QkvArgs, Rows, aligned, call, library, ptr, round_bf16, runnable,
-)  # fmt: skip
+    BF16,
+    F32,
+    Array,
+    AttentionArgs,
+    KvCache,
+    QkvArgs,
+    Rows,
+    aligned,
+    call,
+    library,
+    ptr,
+    round_bf16,
+    runnable,
+)
 
 EPS = 1e-6
 
@@ -41,7 +53,7 @@ class Layer:
         angle = np.arange(positions)[:, None] * 1e4 ** -(np.arange(half) / half)
         self.cos, self.sin = np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
         self.q_norm, self.k_norm = rng.standard_normal((2, self.head_dim), dtype=np.float32)
-        self.keys = np.zeros((positions, self.num_kv_heads, self.head_dim))  # float64 copy of what the cache should hold
+        self.keys = np.zeros((positions, self.num_kv_heads, self.head_dim))  # what the cache should hold
         self.values = np.zeros_like(self.keys)
 
     @property
@@ -56,7 +68,9 @@ class Layer:
         heads = qkv.astype(np.float64).reshape(len(qkv), -1, self.head_dim)
         q, k, v = np.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
         if self.has_norm:
-            q, k = (t / np.sqrt((t**2).mean(-1, keepdims=True) + EPS) * w for t, w in ((q, self.q_norm), (k, self.k_norm)))
+            q, k = (
+                t / np.sqrt((t**2).mean(-1, keepdims=True) + EPS) * w for t, w in ((q, self.q_norm), (k, self.k_norm))
+            )
         q, k = (self.rotate(t, positions) for t in (q, k))
         self.keys[positions], self.values[positions] = self.rounded(k), self.rounded(v)
         return self.rounded(q / np.sqrt(self.head_dim))
@@ -74,8 +88,10 @@ class Layer:
         per_head = Rows(self.dtype, m * group, self.head_dim)
         memory = aligned(per_head.cells.size * self.num_kv_heads)
         norms = (ptr(self.q_norm), ptr(self.k_norm)) if self.has_norm else (None, None)
-        args = QkvArgs(ptr(qkv), qkv.shape[1], m, self.num_heads, self.rotary_dim, *norms, EPS, ptr(self.cos), ptr(self.sin),
-                       ptr(positions), ptr(memory), self.cache)  # fmt: skip
+        args = QkvArgs(
+            ptr(qkv), qkv.shape[1], m, self.num_heads, self.rotary_dim, *norms, EPS, ptr(self.cos), ptr(self.sin),
+            ptr(positions), ptr(memory), self.cache,
+        )  # fmt: skip
         call("qk_norm_rope_store", isa, args, threads)
         per_head.cells = memory
         return per_head
@@ -165,7 +181,7 @@ def test_block_sees_context_and_itself(isa: str, dtype: int, m: int, context: in
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("chunk", [64, 128, 256])
 def test_rows_have_their_own_length(isa: str, dtype: int, chunk: int) -> None:
-    """Causal rows, in one piece and with the softmax carried from chunk to chunk; a row equals itself alone, bit for bit."""
+    """Causal rows, in one piece and carried from chunk to chunk; a row equals itself alone, bit for bit."""
     layer = Layer(dtype, 4, 2, 40)
     qkv, positions = filled(layer, 121, 17)
     expected = layer.reference(qkv, positions)

@@ -11,10 +11,31 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 from native import (
-    BANNED_LOGIT, BF16, F32, HEAD_TILE, INT8, MAX_TOP, Array, GumbelKey, HeadArgs, HeadMergeArgs, HeadPartials, Packed,
-    ProbabilitiesArgs, Rows, SoftEmbeddingArgs, call, float_source, linear, operand, pack, ptr, round_bf16, runnable,
+    BANNED_LOGIT,
+    BF16,
+    F32,
+    HEAD_TILE,
+    INT8,
+    MAX_TOP,
+    Array,
+    GumbelKey,
+    HeadArgs,
+    HeadMergeArgs,
+    HeadPartials,
+    Packed,
+    ProbabilitiesArgs,
+    Rows,
+    SoftEmbeddingArgs,
+    call,
+    float_source,
+    linear,
+    operand,
+    pack,
+    ptr,
+    round_bf16,
+    runnable,
     to_bf16,
-)  # fmt: skip
+)
 
 from dlmrt.ops.numerics import SAMPLE, gumbel
 
@@ -51,8 +72,9 @@ class Head:
         temperature = None if self.temperature is None else np.array([self.temperature], np.float32)
         keys = None if self.keys is None else (GumbelKey * m)(*self.keys)
         args = HeadArgs(
-            self.packed.weight, self.rows.operand, m, self.softcap, ptr(temperature), ptr(words) if self.banned else None,
-            None if keys is None else C.addressof(keys), partials, ptr(self.logits), v,
+            self.packed.weight, self.rows.operand, m, self.softcap, ptr(temperature),
+            ptr(words) if self.banned else None, None if keys is None else C.addressof(keys), partials,
+            ptr(self.logits), v,
         )  # fmt: skip
         call("head_stats", self.isa, args, self.threads)
         self.argmax, self.max, self.lse, self.entropy = i(m), f(m), f(m), f(m)
@@ -64,15 +86,19 @@ class Head:
         call("head_merge", self.isa, merge, self.threads)
 
     def everything(self) -> list[Array]:
-        return [self.logits, self.argmax, self.max, self.lse, self.entropy, self.confidence, self.top_id, self.top_logit,
-                self.sample]  # fmt: skip
+        return [
+            self.logits, self.argmax, self.max, self.lse, self.entropy, self.confidence, self.top_id, self.top_logit,
+            self.sample,
+        ]  # fmt: skip
 
 
 def key(seed: int, step: int, block: int, slot: int) -> GumbelKey:
     return GumbelKey((C.c_uint32 * 2)(seed & 0xFFFFFFFF, seed >> 32), step, block, SAMPLE | slot << 8)
 
 
-def make(rng: np.random.Generator, m: int, v: int, d: int = 32, dtype: int = F32, spread: float = 1.0) -> tuple[Packed, Array]:
+def make(
+    rng: np.random.Generator, m: int, v: int, d: int = 32, dtype: int = F32, spread: float = 1.0
+) -> tuple[Packed, Array]:
     w = rng.standard_normal((v, d), dtype=np.float32) * np.float32(spread / d**0.5)
     return pack(dtype, [float_source(w)], d), rng.standard_normal((m, d), dtype=np.float32) * 3
 
@@ -122,7 +148,11 @@ def test_ties_go_to_the_lower_id(isa: str, rng: np.random.Generator) -> None:
 
 def test_flat_logits_are_finite(isa: str) -> None:
     """K09: flat logits give entropy log V and probability 1 / V."""
-    head = Head(isa, pack(F32, [float_source(np.zeros((320, 16), np.float32))], 16), operand(isa, F32, np.ones((1, 16), np.float32)))
+    head = Head(
+        isa,
+        pack(F32, [float_source(np.zeros((320, 16), np.float32))], 16),
+        operand(isa, F32, np.ones((1, 16), np.float32)),
+    )
     np.testing.assert_allclose([head.entropy[0], head.lse[0]], np.log(320), rtol=1e-6)
     assert head.argmax[0] == 0
 

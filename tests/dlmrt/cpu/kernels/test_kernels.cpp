@@ -1,5 +1,6 @@
 // C++ checks: one small transformer layer and a head, computed with every instruction set, thread count and division of
-// work, must give the same bytes; the pool keeps its promises. Buffers are exact in size, so sanitizers see overruns and races.
+// work, must give the same bytes; the pool keeps its promises. Buffers are exact in size, so sanitizers see overruns
+// and races.
 //
 // Numbers themselves are compared with numpy in the Python tests. Source: ours.
 #include <atomic>
@@ -21,12 +22,12 @@ using namespace dlmrt::cpu;
 
 namespace {
 
-#define CHECK(condition)                                                     \
-  do {                                                                       \
-    if (!(condition)) {                                                      \
-      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);   \
-      std::exit(1);                                                          \
-    }                                                                        \
+#define CHECK(condition)                                                   \
+  do {                                                                     \
+    if (!(condition)) {                                                    \
+      std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
+      std::exit(1);                                                        \
+    }                                                                      \
   } while (0)
 
 template <class T>
@@ -34,7 +35,8 @@ struct Buffer {
   std::unique_ptr<T, void (*)(void*)> memory;
   size_t count;
   explicit Buffer(int64_t n)
-      : memory(static_cast<T*>(aligned_alloc(64, static_cast<size_t>(round_up(n * int64_t{sizeof(T)}, 64)))), free), count(static_cast<size_t>(n)) {
+      : memory(static_cast<T*>(aligned_alloc(64, static_cast<size_t>(round_up(n * int64_t{sizeof(T)}, 64)))), free),
+        count(static_cast<size_t>(n)) {
     std::memset(static_cast<void*>(memory.get()), 0, count * sizeof(T));
   }
   T* get() const { return memory.get(); }
@@ -59,15 +61,23 @@ struct PackedWeight {
   Buffer<int32_t> sum;
   Weight view;
   PackedWeight(Random& random, DType dtype, int64_t n, int64_t k, int group = 0)
-      : panels(num_panels(n) * panel_bytes(dtype, group, k)), scale(round_up(n, 16)), sum(round_up(n, 16)),
+      : panels(num_panels(n) * panel_bytes(dtype, group, k)),
+        scale(round_up(n, 16)),
+        sum(round_up(n, 16)),
         view{dtype, group, n, k, panels.get(), scale.get(), sum.get()} {
     Buffer<float> w = random.floats(n * k);
     Buffer<uint8_t> nibbles(n * k / 2), block_scales(n * ceil_div(k, 16));
     for (size_t i = 0; i < nibbles.count; i++) nibbles.get()[i] = static_cast<uint8_t>(i * 37);
     for (size_t i = 0; i < block_scales.count; i++) block_scales.get()[i] = static_cast<uint8_t>(i % 60);
     const bool is_nvfp4 = dtype == DType::kNVFP4;
-    const Source source{is_nvfp4 ? DType::kNVFP4 : DType::kF32, 0, is_nvfp4 ? static_cast<void*>(nibbles.get()) : w.get(), n, k,
-                        nullptr, block_scales.get(), .01f};
+    const Source source{is_nvfp4 ? DType::kNVFP4 : DType::kF32,
+                        0,
+                        is_nvfp4 ? static_cast<void*>(nibbles.get()) : w.get(),
+                        n,
+                        k,
+                        nullptr,
+                        block_scales.get(),
+                        .01f};
     pack(&source, 1, view, {0, num_panels(n)});
   }
 };
@@ -78,10 +88,14 @@ struct Model {
   DType weights, activations, cache_type;
   PackedWeight qkv, o, gate_up, down, head;
   Model(Random& r, DType weights, int group)
-      : weights(weights), activations(weights == DType::kF32 || weights == DType::kBF16 ? weights : DType::kInt8),
+      : weights(weights),
+        activations(weights == DType::kF32 || weights == DType::kBF16 ? weights : DType::kInt8),
         cache_type(weights == DType::kF32 ? DType::kF32 : DType::kBF16),
-        qkv(r, weights, (kHeads + 2 * kKvHeads) * kHeadDim, kD, group), o(r, weights, kD, kHeads * kHeadDim, group),
-        gate_up(r, weights, 2 * kF, kD, group), down(r, weights, kD, kF, group), head(r, weights, kVocab, kD, group) {}
+        qkv(r, weights, (kHeads + 2 * kKvHeads) * kHeadDim, kD, group),
+        o(r, weights, kD, kHeads * kHeadDim, group),
+        gate_up(r, weights, 2 * kF, kD, group),
+        down(r, weights, kD, kF, group),
+        head(r, weights, kVocab, kD, group) {}
 };
 
 enum class Division { kSplit, kTiles };
@@ -109,9 +123,11 @@ struct Forward {
   std::vector<uint8_t> run(const Model& m) {
     Random random;
     Buffer<float> x = random.floats(kM * kD), norm = random.floats(kD), head_norm = random.floats(kHeadDim);
-    Buffer<float> cos = random.floats((kContext + kM) * kHeadDim / 2), sin = random.floats((kContext + kM) * kHeadDim / 2);
+    Buffer<float> cos = random.floats((kContext + kM) * kHeadDim / 2),
+                  sin = random.floats((kContext + kM) * kHeadDim / 2);
     Buffer<float> qkv(kM * m.qkv.view.n), attended(kM * kHeads * kHeadDim), gate_up(kM * 2 * kF);
-    Buffer<uint8_t> cells(operand_bytes(m.activations, kM, 2 * kD)), q(kKvHeads * operand_bytes(m.cache_type, kM * kHeads / kKvHeads, kHeadDim));
+    Buffer<uint8_t> cells(operand_bytes(m.activations, kM, 2 * kD)),
+        q(kKvHeads * operand_bytes(m.cache_type, kM * kHeads / kKvHeads, kHeadDim));
     Buffer<float> scales(kM);
     KvCache cache{m.cache_type, 64, kKvHeads, kHeadDim, nullptr, nullptr};
     Buffer<uint8_t> pages(2 * kv_page_bytes(cache));
@@ -123,9 +139,11 @@ struct Forward {
     nodes(kM, [&](Range r, void*) { k.rms_norm(first, r); });
     linear(m.qkv, operand(kD), qkv.get(), false);
     Buffer<int32_t> positions(kM), visible(kM);
-    for (int i = 0; i < kM; i++) positions.get()[i] = kContext + i, visible.get()[i] = i % 3 ? kContext + kM : kContext + i;
-    const QkvArgs split{qkv.get(), m.qkv.view.n, kM, kHeads, kHeadDim, head_norm.get(), head_norm.get(), 1e-6f, cos.get(), sin.get(),
-                        positions.get(), q.get(), cache};
+    for (int i = 0; i < kM; i++)
+      positions.get()[i] = kContext + i, visible.get()[i] = i % 3 ? kContext + kM : kContext + i;
+    const QkvArgs split{qkv.get(),       m.qkv.view.n,    kM,    kHeads,    kHeadDim,
+                        head_norm.get(), head_norm.get(), 1e-6f, cos.get(), sin.get(),
+                        positions.get(), q.get(),         cache};
     nodes(kM, [&](Range r, void*) { k.qk_norm_rope_store(split, r); });
     const AttentionArgs attention{q.get(), cache, kM, kHeads, 64, visible.get(), attended.get(), kHeads * kHeadDim};
     CHECK(attention_scratch_bytes(attention) <= 1 << 20);
@@ -151,14 +169,20 @@ struct Forward {
     Buffer<int32_t> ia(cells), ib(cells), slot(tiles), ids(cells * kMaxTop);
     std::vector<GumbelKey> keys;
     for (uint32_t i = 0; i < kM; i++) keys.push_back({{7, 8}, 1, 2, 1 | i << 8});
-    const HeadPartials partials{stride, a.get(), b.get(), c.get(), ia.get(), slot.get(), ids.get(), top.get(), d.get(), e.get(), ib.get()};
+    const HeadPartials partials{stride,    a.get(),   b.get(), c.get(), ia.get(), slot.get(),
+                                ids.get(), top.get(), d.get(), e.get(), ib.get()};
     const HeadArgs stats{m.head.view, in, kM, 0.f, nullptr, nullptr, keys.data(), partials, logits.get(), kVocab};
     CHECK(head_scratch_bytes(stats) <= 1 << 20);
     nodes(tiles, [&](Range r, void* s) { k.head_stats(stats, r, s); });
     Buffer<int32_t> out_ids((2 + kMaxTop) * kM);
     Buffer<float> out((5 + kMaxTop) * kM), z(kM * kD), table(kVocab * kD);
     float* f = out.get();
-    const HeadMergeArgs merge{partials, kM, kVocab, out_ids.get(), f, f + kM, f + 2 * kM, out_ids.get() + 2 * kM, f + 4 * kM, out_ids.get() + kM, f + 3 * kM, f + (4 + kMaxTop) * kM};
+    const HeadMergeArgs merge{partials,   kM,
+                              kVocab,     out_ids.get(),
+                              f,          f + kM,
+                              f + 2 * kM, out_ids.get() + 2 * kM,
+                              f + 4 * kM, out_ids.get() + kM,
+                              f + 3 * kM, f + (4 + kMaxTop) * kM};
     nodes(ceil_div(kM, 16), [&](Range r, void*) { k.head_merge(merge, r); });
     const DType kind = m.cache_type;
     Buffer<uint8_t> probs(operand_bytes(kind, kM, kVocab));
@@ -174,7 +198,8 @@ struct Forward {
 };
 
 void check_forward() {
-  const std::pair<DType, int> kinds[] = {{DType::kF32, 0}, {DType::kBF16, 0}, {DType::kInt8, 0}, {DType::kNVFP4, 16}, {DType::kInt4, 32}};
+  const std::pair<DType, int> kinds[] = {
+      {DType::kF32, 0}, {DType::kBF16, 0}, {DType::kInt8, 0}, {DType::kNVFP4, 16}, {DType::kInt4, 32}};
   std::map<int, std::unique_ptr<Pool>> pools;
   for (int threads : {1, 2, 3, 5}) pools[threads] = std::make_unique<Pool>(threads);
   for (const auto& [dtype, group] : kinds) {
@@ -185,7 +210,8 @@ void check_forward() {
       const std::vector<uint8_t> expected = Forward(*k, *pools[1], Division::kSplit).run(model);
       for (const auto& [threads, pool] : pools)
         for (Division d : {Division::kSplit, Division::kTiles}) CHECK(Forward(*k, *pool, d).run(model) == expected);
-      if (dtype == DType::kF32 || std::string(k->name) != "avx512bf16") CHECK(portable == expected);  // all of it, not only the products
+      if (dtype == DType::kF32 || std::string(k->name) != "avx512bf16")
+        CHECK(portable == expected);  // all of it, not only the products
     }
   }
 }
@@ -195,8 +221,12 @@ void check_pool() {
     Pool pool(threads);
     CHECK(pool.size() == threads);
     std::vector<int> seen(1000);
-    pool.split(1000, 7, [&](Range r, int) { for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++; });
-    pool.tiles(1000, 7, [&](Range r, int) { for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++; });
+    pool.split(1000, 7, [&](Range r, int) {
+      for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++;
+    });
+    pool.tiles(1000, 7, [&](Range r, int) {
+      for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++;
+    });
     pool.split(0, 1, [&](Range, int) { CHECK(false); });
     for (int s : seen) CHECK(s == 2);
     pool.split(1000, 7, [&](Range r, int) { CHECK(r.begin % 7 == 0 && (r.end % 7 == 0 || r.end == 1000)); });

@@ -8,9 +8,25 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from native import (
-    BF16, E2M1, F32, INT4, INT8, NVFP4, Array, Packed, Rows, Source, float_source, linear, operand, pack, ptr,
-    round_bf16, runnable, to_bf16,
-)  # fmt: skip
+    BF16,
+    E2M1,
+    F32,
+    INT4,
+    INT8,
+    NVFP4,
+    Array,
+    Packed,
+    Rows,
+    Source,
+    float_source,
+    linear,
+    operand,
+    pack,
+    ptr,
+    round_bf16,
+    runnable,
+    to_bf16,
+)
 
 ROWS = (*range(1, 10), 16, 37)
 SHAPES = ((48, 64), (40, 52), (272, 200), (16, 16), (1, 1), (130, 1030))  # N, K
@@ -31,7 +47,9 @@ def weight_codes(w: Array) -> tuple[Array, Array]:
 def e4m3(codes: Array) -> Array:
     """fp32 values of non-negative e4m3 codes."""
     exponent, mantissa = codes >> 3, (codes & 7).astype(np.float32)
-    return np.where(exponent > 0, (1 + mantissa / 8) * np.exp2(exponent.astype(np.float32) - 7), mantissa / 512).astype(np.float32)
+    return np.where(exponent > 0, (1 + mantissa / 8) * np.exp2(exponent.astype(np.float32) - 7), mantissa / 512).astype(
+        np.float32
+    )
 
 
 class NvFp4:
@@ -46,7 +64,9 @@ class NvFp4:
 
     def source(self) -> Source:
         n, k = self.nibbles.shape
-        return Source(NVFP4, 0, ptr(self.packed), n, k, None, ptr(self.scales), self.global_scale)
+        source = Source(NVFP4, 0, ptr(self.packed), n, k, None, ptr(self.scales), self.global_scale)
+        source.memory = (self.packed, self.scales)
+        return source
 
     def values(self) -> Array:
         """e2m1 * e4m3, exact in fp32."""
@@ -119,7 +139,9 @@ def test_every_e4m3_scale_decodes(isa: str) -> None:
     weight.scales = np.arange(n, dtype=np.uint8)[:, None].copy()
     x = np.ones((1, k), np.float32)
     codes, scales = activation_codes(x)
-    assert (linear(isa, pack(NVFP4, [weight.source()], k, group=16), operand(isa, INT8, x)) == weight.product(codes, scales)).all()
+    assert (
+        linear(isa, pack(NVFP4, [weight.source()], k, group=16), operand(isa, INT8, x)) == weight.product(codes, scales)
+    ).all()
 
 
 def test_fused_nvfp4_keeps_each_global_scale(isa: str, rng: np.random.Generator) -> None:
@@ -177,7 +199,9 @@ def test_float_linear_equals_portable(isa: str, dtype: int, rng: np.random.Gener
         pytest.skip("the bf16 instruction rounds its own way")
     w, x = rng.standard_normal((40, 100), dtype=np.float32), rng.standard_normal((9, 100), dtype=np.float32)
     packed = pack(dtype, [float_source(w)], 100)
-    assert (linear(isa, packed, operand(isa, dtype, x)) == linear("portable", packed, operand("portable", dtype, x))).all()
+    assert (
+        linear(isa, packed, operand(isa, dtype, x)) == linear("portable", packed, operand("portable", dtype, x))
+    ).all()
 
 
 def test_bf16_sources_pack_like_fp32(isa: str, rng: np.random.Generator) -> None:
@@ -197,8 +221,7 @@ def test_non_finite_input_poisons_its_row_only(isa: str, dtype: int, bad: float,
     w = rng.standard_normal((n, k), dtype=np.float32)
     packed: Packed
     if dtype == NVFP4:
-        weight = NvFp4(rng, n, k)  # must outlive pack
-        packed = pack(NVFP4, [weight.source()], k, group=16)
+        packed = pack(NVFP4, [NvFp4(rng, n, k).source()], k, group=16)
     else:
         packed = pack(dtype, [float_source(w)], k, group=32 if dtype == INT4 else 0)
     kind = dtype if dtype in (F32, BF16) else INT8

@@ -55,7 +55,10 @@ def test_bad_block_scales_are_found() -> None:
 
 def test_default_threads_stay_within_the_affinity_mask() -> None:
     assert 1 <= library().dlmrt_default_num_threads() <= len(os.sched_getaffinity(0))
-    code = "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); import native; print(native.library().dlmrt_default_num_threads())"
+    code = (
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))}); "
+        "import native; print(native.library().dlmrt_default_num_threads())"
+    )
     done = subprocess.run([sys.executable, "-c", code], cwd=HERE, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "1"
 
@@ -77,7 +80,9 @@ def test_pool_works_in_a_forked_child() -> None:
 
 
 def test_cpp_checks() -> None:
-    done = subprocess.run([build(os.environ.get("DLMRT_TEST_SANITIZE", "")) / "test_kernels"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [build(os.environ.get("DLMRT_TEST_SANITIZE", "")) / "test_kernels"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Row-wise kernels against numpy: norm, quantise, SwiGLU, scaled add, embedding rows. Odd widths, poisoned rows, threads.
+"""Row-wise kernels against numpy: norm, quantise, SwiGLU, scaled add, embedding rows; odd widths, poisoned rows.
 
 Legend: as native.
 """
@@ -8,9 +8,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from native import (
-    BF16, F32, INT8, Array, EmbedArgs, Operand, RmsNormArgs, Rows, ScaledAddArgs, SiluMulArgs, call, operand, ptr,
-    round_bf16, runnable, to_bf16,
-)  # fmt: skip
+    BF16,
+    F32,
+    INT8,
+    Array,
+    EmbedArgs,
+    Operand,
+    RmsNormArgs,
+    Rows,
+    ScaledAddArgs,
+    SiluMulArgs,
+    call,
+    operand,
+    ptr,
+    round_bf16,
+    runnable,
+    to_bf16,
+)
 
 DTYPES = (F32, BF16, INT8)
 EPS = 1e-6
@@ -44,7 +58,9 @@ def test_rms_norm(isa: str, dtype: int, width: int, with_delta: bool, rng: np.ra
     outs = []
     for threads in (1, 3):
         stream, plain, rows = x.copy(), np.empty((m, width), np.float32), Rows(dtype, m, width)
-        args = RmsNormArgs(ptr(stream), ptr(delta) if with_delta else None, ptr(weight), EPS, m, width, ptr(plain), rows.operand)
+        args = RmsNormArgs(
+            ptr(stream), ptr(delta) if with_delta else None, ptr(weight), EPS, m, width, ptr(plain), rows.operand
+        )
         call("rms_norm", isa, args, threads)
         assert (stream == total).all(), "the skip stream holds x + delta"
         np.testing.assert_allclose(plain, norm(total, weight), rtol=2e-5, atol=1e-6)
@@ -55,7 +71,11 @@ def test_rms_norm(isa: str, dtype: int, width: int, with_delta: bool, rng: np.ra
 
 
 def test_rms_norm_without_operand(isa: str, rng: np.random.Generator) -> None:
-    x, weight, plain = rng.standard_normal((2, 24), dtype=np.float32), np.ones(24, np.float32), np.empty((2, 24), np.float32)
+    x, weight, plain = (
+        rng.standard_normal((2, 24), dtype=np.float32),
+        np.ones(24, np.float32),
+        np.empty((2, 24), np.float32),
+    )
     call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 2, 24, ptr(plain), Operand()))
     np.testing.assert_allclose(plain, norm(x, weight), rtol=2e-5)
 

@@ -1,8 +1,9 @@
 // Arguments and table of the CPU kernels: plain structs over caller-owned memory.
 //
-// Every kernel is a pure function of (arguments, Range of its units, scratch). A unit is the smallest piece of work whose
-// result does not depend on how the rest was divided, so a thread pool may split [0, units) anywhere and in any order; the
-// bytes written are the same. No kernel allocates, locks or keeps state. Row counts and lengths are run-time numbers.
+// Every kernel is a pure function of (arguments, Range of its units, scratch). A unit is the smallest piece of work
+// whose result does not depend on how the rest was divided, so a thread pool may split [0, units) anywhere and in any
+// order; the bytes written are the same. No kernel allocates, locks or keeps state. Row counts and lengths are run-time
+// numbers.
 //
 // This header is included by files compiled for one instruction set each. It must not include C++ library headers: an
 // inline function compiled with AVX-512 flags may be the copy the linker keeps for every caller.
@@ -29,13 +30,13 @@ struct Range {
   int64_t begin, end;
 };
 
-constexpr int kPanel = 16;         // output columns that share a panel; also the virtual lanes of every vector loop
-constexpr int kRowGroup = 8;       // rows that share an operand group
-constexpr int kCellBytes = 4;      // bytes of one row in one step: 4 int8, 2 bf16 or 1 fp32 values of k
-constexpr int kStepBytes = 64;     // bytes of one panel in one step
-constexpr int kHeadTile = 128;     // vocabulary entries of one head tile
-constexpr int kMaxTop = 8;         // ids per row that the head can list
-constexpr int kMaxHeadDim = 512;   // widest attention head
+constexpr int kPanel = 16;            // output columns that share a panel; also the virtual lanes of every vector loop
+constexpr int kRowGroup = 8;          // rows that share an operand group
+constexpr int kCellBytes = 4;         // bytes of one row in one step: 4 int8, 2 bf16 or 1 fp32 values of k
+constexpr int kStepBytes = 64;        // bytes of one panel in one step
+constexpr int kHeadTile = 128;        // vocabulary entries of one head tile
+constexpr int kMaxTop = 8;            // ids per row that the head can list
+constexpr int kMaxHeadDim = 512;      // widest attention head
 constexpr int kMaxInt8Width = 66000;  // 127 * 255 * K must stay below 2^31
 constexpr float kBannedLogit = -1e30f;  // logit of a banned id; finite, so that statistics stay finite
 
@@ -66,11 +67,11 @@ constexpr int64_t operand_bytes(DType t, int64_t rows, int64_t width) {
 // A 64-byte vector of nibbles holds [16 columns][4 k] twice: low halves the first four k, high halves the next four.
 struct Weight {
   DType dtype;
-  int32_t group;  // k that share a block scale: 16 (kNVFP4), 32 or 128 (kInt4), else 0
-  int64_t n, k;   // unpadded
-  void* panels;           // 64-byte aligned, num_panels(n) * panel_bytes(dtype, group, k)
-  float* column_scale;    // [N padded]; kInt8, kNVFP4, kInt4
-  int32_t* column_sum;    // [N padded] 128 * sum of codes; kInt8
+  int32_t group;        // k that share a block scale: 16 (kNVFP4), 32 or 128 (kInt4), else 0
+  int64_t n, k;         // unpadded
+  void* panels;         // 64-byte aligned, num_panels(n) * panel_bytes(dtype, group, k)
+  float* column_scale;  // [N padded]; kInt8, kNVFP4, kInt4
+  int32_t* column_sum;  // [N padded] 128 * sum of codes; kInt8
 };
 constexpr int64_t num_panels(int64_t n) { return ceil_div(n, kPanel); }
 constexpr int64_t block_bytes(DType t, int64_t group) {
@@ -84,10 +85,11 @@ constexpr int64_t panel_bytes(DType t, int64_t group, int64_t k) {
                                                  : steps_of(t, k) * kStepBytes;
 }
 
-// out[m][n] (+)= sum_k input[m][k] weight[n][k]. Units: panels of 16 columns; ranges of a multiple of 12 panels fill every
-// register tile. A kInt8 operand goes with kInt8, kNVFP4 and kInt4 weights, kBF16 with kBF16, kF32 with kF32.
+// out[m][n] (+)= sum_k input[m][k] weight[n][k]. Units: panels of 16 columns; ranges of a multiple of 12 panels fill
+// every register tile. A kInt8 operand goes with kInt8, kNVFP4 and kInt4 weights, kBF16 with kBF16, kF32 with kF32.
 //   kInt8    float(exact int32 sum) * (column_scale * row scale)
-//   kNVFP4   acc = fma(float(exact sum of a block), block scale, acc) over ascending blocks; acc * (column_scale * row scale)
+//   kNVFP4   acc = fma(float(exact sum of a block), block scale, acc) over ascending blocks;
+//            acc * (column_scale * row scale)
 //   kInt4    as kNVFP4 with fp32 group scales
 //   kF32     one fma per k, ascending
 //   kBF16    fp32 sums of exact products, ascending pairs of k (the instruction's own rounding with avx512bf16)
@@ -108,13 +110,13 @@ constexpr int64_t weight_scratch_bytes(const Weight& w) {
 
 // x += delta (when given); y = weight * x / sqrt(mean(x^2) + eps), written as fp32 rows and / or operand. Units: rows.
 struct RmsNormArgs {
-  float* x;            // [M, width] the skip stream
-  const float* delta;  // [M, width] or null
-  const float* weight; // [width]
+  float* x;             // [M, width] the skip stream
+  const float* delta;   // [M, width] or null
+  const float* weight;  // [width]
   float eps;
   int64_t rows, width;
-  float* out_rows;     // [M, width] or null
-  Operand out;         // cells null: none
+  float* out_rows;  // [M, width] or null
+  Operand out;      // cells null: none
 };
 
 // Rows of x as an operand; width is out.width. Units: rows.
@@ -165,24 +167,25 @@ struct QkvArgs {
   int64_t ld;
   int64_t rows;
   int32_t num_heads;
-  int32_t rotary_dim;         // even, <= H; pairs are (i, i + rotary_dim / 2)
+  int32_t rotary_dim;            // even, <= H; pairs are (i, i + rotary_dim / 2)
   const float *q_norm, *k_norm;  // [H], null: no norm
   float eps;
-  const float *cos, *sin;     // [positions][rotary_dim / 2]
-  const int32_t* positions;   // [M] position in the sequence: row of the tables and slot in the cache
+  const float *cos, *sin;    // [positions][rotary_dim / 2]
+  const int32_t* positions;  // [M] position in the sequence: row of the tables and slot in the cache
   void* q;
-  KvCache cache;              // q has its dtype
+  KvCache cache;  // q has its dtype
 };
 
-// softmax(q k^T) v over cache positions [0, visible[m]); a row that sees nothing gets zeros. Units: kv head * row tile of 8.
-// Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in ascending order.
-// A position that a row does not see is never multiplied, so its non-finite values cannot reach the row.
+// softmax(q k^T) v over cache positions [0, visible[m]); a row that sees nothing gets zeros. Units: kv head * row tile
+// of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
+// ascending order. A position that a row does not see is never multiplied, so its non-finite values cannot reach the
+// row.
 struct AttentionArgs {
   const void* q;  // as written by qk_norm_rope_store
   KvCache cache;
   int64_t rows;
   int32_t num_heads;
-  int32_t chunk;  // multiple of page_size
+  int32_t chunk;           // multiple of page_size
   const int32_t* visible;  // [M]
   float* out;              // [M, num_heads * H]
   int64_t ld_out;
@@ -201,8 +204,8 @@ struct HeadPartials {
   // sum (x - max) exp(x - max)
   float *max, *sum, *weighted;
   int32_t* argmax;
-  // Lists of the kMaxTop best ids, [tiles][row_stride][kMaxTop]; only those of tiles with top_slot[tile] == tile are filled:
-  // a list covers the tiles of one call. Null when no lists are wanted.
+  // Lists of the kMaxTop best ids, [tiles][row_stride][kMaxTop]; only those of tiles with top_slot[tile] == tile are
+  // filled: a list covers the tiles of one call. Null when no lists are wanted.
   int32_t *top_slot, *top_id;
   float* top_logit;
   // Best of logit + Gumbel noise; null when nothing is sampled.
@@ -224,12 +227,12 @@ struct HeadArgs {
   Weight weight;  // [V, D]
   Operand input;
   int64_t rows;
-  float softcap;              // 0: none
-  const float* temperature;   // null: 1
-  const uint32_t* banned;     // bit i % 32 of word i / 32, ceil(V / 32) words; null: none
-  const GumbelKey* gumbel;    // [M] one per row; null: no sampling
+  float softcap;             // 0: none
+  const float* temperature;  // null: 1
+  const uint32_t* banned;    // bit i % 32 of word i / 32, ceil(V / 32) words; null: none
+  const GumbelKey* gumbel;   // [M] one per row; null: no sampling
   HeadPartials partials;
-  float* logits;              // [M, ld_logits] or null
+  float* logits;  // [M, ld_logits] or null
   int64_t ld_logits;
 };
 constexpr int64_t head_scratch_bytes(const HeadArgs& t) {
@@ -242,13 +245,13 @@ constexpr int64_t head_scratch_bytes(const HeadArgs& t) {
 struct HeadMergeArgs {
   HeadPartials partials;
   int64_t rows, vocab;
-  int32_t* argmax;      // lowest id among equals
+  int32_t* argmax;                           // lowest id among equals
   float *max_logit, *log_sum_exp, *entropy;  // nats
-  int32_t* top_id;      // [M, kMaxTop] by (logit down, id up), -1 past the vocabulary; null: none
+  int32_t* top_id;                           // [M, kMaxTop] by (logit down, id up), -1 past the vocabulary; null: none
   float* top_logit;
-  int32_t* sample_id;   // null: none
+  int32_t* sample_id;  // null: none
   float* sample_logit;
-  float* confidence;    // probability of argmax, exact to fp32 also next to 1; null: none
+  float* confidence;  // probability of argmax, exact to fp32 also next to 1; null: none
 };
 
 // out[m] = table[ids[m]]. Units: rows.
@@ -275,7 +278,7 @@ struct SoftEmbeddingArgs {
   const void* table;      // [V, width] row-major
   int64_t rows, width;
   float scale;
-  float* out;             // [M, width]
+  float* out;  // [M, width]
 };
 
 // One entry per instruction set; see dispatch.hpp for the choice.

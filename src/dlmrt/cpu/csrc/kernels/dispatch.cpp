@@ -66,7 +66,9 @@ const KernelTable& select_kernels(const std::string& name) {
     possible += (possible.empty() ? "" : ", ") + std::string(t->name);
   }
   for (const Candidate& c : candidates())
-    if (c.table->name == name) throw std::invalid_argument("instruction set '" + name + "' does not run on this machine; possible here: " + possible);
+    if (c.table->name == name)
+      throw std::invalid_argument("instruction set '" + name +
+                                  "' does not run on this machine; possible here: " + possible);
   throw std::invalid_argument("unknown instruction set '" + name + "'; possible here: " + possible);
 }
 

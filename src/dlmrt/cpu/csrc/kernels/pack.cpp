@@ -29,10 +29,13 @@ struct Column {  // one row of a source, an output column of the weight
 
   float value(int64_t k) const {
     const int64_t at = row * source->ld + k;
-    return source->dtype == DType::kF32 ? static_cast<const float*>(source->data)[at] : from_bf16(static_cast<const uint16_t*>(source->data)[at]);
+    return source->dtype == DType::kF32 ? static_cast<const float*>(source->data)[at]
+                                        : from_bf16(static_cast<const uint16_t*>(source->data)[at]);
   }
   int code(int64_t k) const { return static_cast<const int8_t*>(source->data)[row * source->ld + k]; }
-  int nibble(int64_t k) const { return static_cast<const uint8_t*>(source->data)[(row * source->ld + k) / 2] >> (4 * (k & 1)) & 15; }
+  int nibble(int64_t k) const {
+    return static_cast<const uint8_t*>(source->data)[(row * source->ld + k) / 2] >> (4 * (k & 1)) & 15;
+  }
 };
 Column find(const Source* sources, int count, int64_t n) {
   for (int i = 0; i < count; n -= sources[i++].rows)
@@ -51,11 +54,14 @@ float quantize(const Column& c, int64_t begin, int64_t end, int top, int8_t* cod
     largest = v > largest ? v : largest;
   }
   const float s = largest / static_cast<float>(top);
-  for (int64_t k = begin; k < end; k++) codes[k] = finite && s > 0 ? static_cast<int8_t>(std::nearbyint(c.value(k) / s)) : int8_t{0};
+  for (int64_t k = begin; k < end; k++)
+    codes[k] = finite && s > 0 ? static_cast<int8_t>(std::nearbyint(c.value(k) / s)) : int8_t{0};
   return finite ? s : std::numeric_limits<float>::quiet_NaN();
 }
 
-uint8_t* panel_of(const Weight& w, int64_t panel) { return static_cast<uint8_t*>(w.panels) + panel * panel_bytes(w.dtype, w.group, w.k); }
+uint8_t* panel_of(const Weight& w, int64_t panel) {
+  return static_cast<uint8_t*>(w.panels) + panel * panel_bytes(w.dtype, w.group, w.k);
+}
 
 void pack_float(const Weight& w, const Column& c, int64_t n) {
   uint8_t* panel = panel_of(w, n / kPanel);
@@ -84,7 +90,8 @@ void pack_int8(const Weight& w, const Column& c, int64_t n, int8_t* codes) {
 // nibble of (column n, k) inside its block: 8 k share a 64-byte vector
 void put_nibble(uint8_t* block, int64_t n, int64_t k_in_block, int nibble) {
   const int64_t step = k_in_block / 4;
-  block[step / 2 * kStepBytes + n % kPanel * 4 + k_in_block % 4] |= static_cast<uint8_t>((nibble & 15) << (4 * (step & 1)));
+  block[step / 2 * kStepBytes + n % kPanel * 4 + k_in_block % 4] |=
+      static_cast<uint8_t>((nibble & 15) << (4 * (step & 1)));
 }
 
 void pack_nvfp4(const Weight& w, const Column& c, int64_t n) {

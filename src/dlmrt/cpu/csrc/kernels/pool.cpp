@@ -1,9 +1,10 @@
 // See pool.hpp.
 #include "pool.hpp"
 
+#include <algorithm>
 #include <condition_variable>
-#include <cstdio>
 #include <fstream>
+#include <new>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -23,10 +24,14 @@ constexpr int kSpins = 4000;  // pauses before yielding: about 0.1-0.3 ms
 constexpr int kYields = 200;  // yields before sleeping
 
 std::atomic<int> forks{0};  // how often this process was forked off
+std::mutex revival;         // taken to replace what a fork left behind
 
 void watch_forks() {
-  static const int registered = pthread_atfork(nullptr, nullptr, [] { forks.fetch_add(1); });
-  if (registered) throw std::runtime_error("pthread_atfork failed: out of memory");
+  static const int failed = pthread_atfork(nullptr, nullptr, [] {
+    new (&revival) std::mutex;  // whoever held it stayed in the parent
+    forks.fetch_add(1);
+  });
+  if (failed) throw std::runtime_error("pthread_atfork failed: out of memory");
 }
 
 void pause() {
@@ -53,13 +58,15 @@ int cgroup_limit(int none) {
   const auto apply = [&](double quota, double period) {
     if (quota > 0 && period > 0) limit = std::min(limit, std::max(1, static_cast<int>((quota + period - 1) / period)));
   };
-  for (std::string path = group; !path.empty(); path = path == "/" ? "" : path.substr(0, std::max<size_t>(path.rfind('/'), 1))) {
+  for (std::string path = group; !path.empty();
+       path = path == "/" ? "" : path.substr(0, std::max<size_t>(path.rfind('/'), 1))) {
     std::ifstream file("/sys/fs/cgroup" + (path == "/" ? "" : path) + "/cpu.max");
     std::string quota;
     double period = 0;
     if (file >> quota >> period && quota != "max") apply(std::stod(quota), period);
   }
-  apply(static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")), static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")));
+  apply(static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")),
+        static_cast<double>(read_number("/sys/fs/cgroup/cpu/cpu.cfs_period_us")));
   return limit;
 }
 #endif
@@ -77,7 +84,8 @@ int default_num_threads() {
     if (!CPU_ISSET(cpu, &allowed)) continue;
     const std::string topology = "/sys/devices/system/cpu/cpu" + std::to_string(cpu) + "/topology/";
     const long core = read_number(topology + "core_id");
-    cores.insert({read_number(topology + "physical_package_id"), core < 0 ? cpu : core});  // no topology: each CPU is a core
+    cores.insert(
+        {read_number(topology + "physical_package_id"), core < 0 ? cpu : core});  // no topology: each CPU is a core
   }
   return std::max(1, cgroup_limit(static_cast<int>(cores.size())));
 #else
@@ -105,10 +113,16 @@ struct Pool::Shared {
     }
   }
   void start(int num_threads) {
-    for (int i = 1; i < num_threads; i++) workers.emplace_back([this, i] { work(i); });
+    const uint64_t seen = generation.load();
+    try {
+      for (int i = 1; i < num_threads; i++) workers.emplace_back([this, i, seen] { work(i, seen); });
+    } catch (...) {  // the system refuses a thread: leave none behind
+      stop();
+      throw;
+    }
   }
-  void work(int worker) {
-    for (uint64_t seen = 0;; seen++) {  // one generation at a time: run waits for all
+  void work(int worker, uint64_t seen) {
+    for (;; seen++) {  // one generation at a time: run waits for all
       for (int s = 0; generation.load(std::memory_order_acquire) == seen; s++) {
         if (s < kSpins) pause();
         else if (s < kSpins + kYields) std::this_thread::yield();
@@ -130,11 +144,13 @@ struct Pool::Shared {
     publish();
     for (std::thread& t : workers) t.join();
     workers.clear();
+    is_stopping = false;
   }
 };
 
 Pool::Pool(int num_threads) : num_threads_(num_threads), shared_(std::make_unique<Shared>()) {
-  if (num_threads < 1) throw std::invalid_argument("a thread pool needs at least 1 thread, got " + std::to_string(num_threads));
+  if (num_threads < 1)
+    throw std::invalid_argument("a thread pool needs at least 1 thread, got " + std::to_string(num_threads));
   watch_forks();
 }
 
@@ -143,21 +159,23 @@ Pool::~Pool() {
   else static_cast<void>(shared_.release());  // the threads stayed in the parent
 }
 
-// In a child of fork() the old threads do not exist and their locks may be held for ever: leave all of it and begin anew.
-Pool::Shared& Pool::started() {
+// In a child of fork() the old threads do not exist and their locks may be held for ever: leave all of it, begin anew.
+Pool::Shared& Pool::current() {
+  if (shared_->born_after == forks.load()) return *shared_;
+  std::lock_guard<std::mutex> lock(revival);
   if (shared_->born_after != forks.load()) {
     static_cast<void>(shared_.release());
     shared_ = std::make_unique<Shared>();
   }
-  if (shared_->workers.empty() && num_threads_ > 1) shared_->start(num_threads_);
   return *shared_;
 }
 
-std::unique_lock<std::mutex> Pool::hold() { return std::unique_lock<std::mutex>(started().holder); }
+std::unique_lock<std::mutex> Pool::hold() { return std::unique_lock<std::mutex>(current().holder); }
 
 void Pool::run_erased(Function f, void* arg) {
   if (num_threads_ == 1) return f(arg, 0);
-  Shared& s = started();
+  Shared& s = current();
+  if (s.workers.empty()) s.start(num_threads_);
   s.function = f;
   s.arg = arg;
   s.pending.store(num_threads_ - 1, std::memory_order_relaxed);

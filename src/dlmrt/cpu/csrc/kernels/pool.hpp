@@ -1,8 +1,9 @@
 // Threads for one latency-bound caller: the caller works too, workers spin, then yield, then sleep.
 //
-// A denoising step is a few hundred fork/joins, each of microseconds, so workers spin for the length of a serial stretch
-// (a join then costs well under a microsecond) and only then give the core away; idle threads use no CPU. Results may not
-// depend on who ran what: kernels are pure functions of their units (args.hpp), so any division of work will do.
+// A denoising step is a few hundred fork/joins, each of microseconds, so workers spin for the length of a serial
+// stretch (a join then costs well under a microsecond) and only then give the core away; idle threads use no CPU.
+// Results may not depend on who ran what: kernels are pure functions of their units (args.hpp), so any division of work
+// will do.
 //
 // Left out: work stealing, pinning, NUMA. Source: ours.
 #pragma once
@@ -31,8 +32,8 @@ class Pool {
   // The right to run, for as long as the lock lives; a second caller waits. One decode holds it from start to end.
   [[nodiscard]] std::unique_lock<std::mutex> hold();
 
-  // f(worker) once for each worker 0 .. size() - 1; returns when all have returned. f must not throw and must not run the
-  // pool. After fork() the first run of the child starts its own threads.
+  // f(worker) once for each worker 0 .. size() - 1; returns when all have returned. f must not throw and must not run
+  // the pool. After fork() the first run of the child starts its own threads.
   template <class F>
   void run(F&& f) {
     run_erased([](void* arg, int worker) { (*static_cast<std::remove_reference_t<F>*>(arg))(worker); },
@@ -69,7 +70,7 @@ class Pool {
   struct Shared;
   using Function = void (*)(void*, int);
   void run_erased(Function f, void* arg);
-  Shared& started();
+  Shared& current();
 
   const int num_threads_;
   std::unique_ptr<Shared> shared_;

@@ -1,8 +1,9 @@
 // Attention of query tiles over a paged cache: scores, softmax and weighted values of up to 8 query rows at a time.
 //
-// The online softmax runs over chunks at fixed positions, so a row's arithmetic depends on its own visible length alone. A
-// position beyond that length is never multiplied (0 * NaN would poison a row that must not see it): the rows of a tile
-// share the positions all of them see, the rest is done row by row, and the odd last position of a bf16 pair is masked.
+// The online softmax runs over chunks at fixed positions, so a row's arithmetic depends on its own visible length
+// alone. A position beyond that length is never multiplied (0 * NaN would poison a row that must not see it): the rows
+// of a tile share the positions all of them see, the rest is done row by row, and the odd last position of a bf16 pair
+// is masked.
 //
 // Left out: sliding windows (a first visible position), int8 caches. Source: ours.
 #pragma once
@@ -13,13 +14,13 @@ namespace {
 template <class D>
 struct AttentionTile {
   const AttentionArgs& t;
-  int64_t head;          // kv head
-  const uint8_t* q;      // operand group of the tile
+  int64_t head;      // kv head
+  const uint8_t* q;  // operand group of the tile
   int rows;
   int64_t visible[kRowGroup];
-  float* scores;         // [8][chunk]
-  uint8_t* weights;      // operand group of probabilities, chunk wide
-  float* sums;           // [8][H padded]
+  float* scores;     // [8][chunk]
+  uint8_t* weights;  // operand group of probabilities, chunk wide
+  float* sums;       // [8][H padded]
   float top[kRowGroup], total[kRowGroup];
 
   static constexpr DType kType = kSame<D, DotF32> ? DType::kF32 : DType::kBF16;
@@ -32,7 +33,8 @@ struct AttentionTile {
     const int64_t steps = width() / kCell, stride = steps * kStepBytes;
     typename D::Acc acc[MR][NV];
     clear<D>(acc);
-    multiply<D>(q + r * kCellBytes, steps, [=](int j, int64_t s) { return D::load_b(keys + j * stride + s * kStepBytes); }, acc);
+    multiply<D>(q + r * kCellBytes, steps, acc,
+                [=](int j, int64_t s) { return D::load_b(keys + j * stride + s * kStepBytes); });
     for (int i = 0; i < MR; i++)
       for (int j = 0; j < NV; j++) store(out + (r + i) * t.chunk + j * kPanel, acc[i][j]);
   }
@@ -96,11 +98,11 @@ struct AttentionTile {
       const uint8_t* b = kv_plane(t.cache, begin + p, head, true) + panel * stride + slot / kCell * kStepBytes;
       const uint8_t* a = weights + p / kCell * (kRowGroup * kCellBytes) + r * kCellBytes;
       const int64_t steps = left / kCell;
-      multiply<D>(a, steps, [=](int j, int64_t s) { return D::load_b(b + j * stride + s * kStepBytes); }, acc);
+      multiply<D>(a, steps, acc, [=](int j, int64_t s) { return D::load_b(b + j * stride + s * kStepBytes); });
       if constexpr (kCell == 2)
         if (left % 2)
-          multiply<D>(a + steps * (kRowGroup * kCellBytes), 1,
-                      [=](int j, int64_t) { return D::even_only(D::load_b(b + j * stride + steps * kStepBytes)); }, acc);
+          multiply<D>(a + steps * (kRowGroup * kCellBytes), 1, acc,
+                      [=](int j, int64_t) { return D::even_only(D::load_b(b + j * stride + steps * kStepBytes)); });
       p += left;
     }
     for (int i = 0; i < MR; i++)
@@ -147,14 +149,23 @@ template <class D>
 void attend(const AttentionArgs& t, Range units, void* scratch) {
   const KvCache& c = t.cache;
   const int64_t group = t.num_heads / c.num_kv_heads, q_rows = t.rows * group, tiles = ceil_div(q_rows, kRowGroup);
-  const int64_t group_bytes = operand_bytes(c.dtype, q_rows, c.head_dim), tile_bytes = operand_bytes(c.dtype, kRowGroup, c.head_dim);
+  const int64_t group_bytes = operand_bytes(c.dtype, q_rows, c.head_dim),
+                tile_bytes = operand_bytes(c.dtype, kRowGroup, c.head_dim);
   float* scores = static_cast<float*>(scratch);
   float* sums = scores + kRowGroup * t.chunk;
   uint8_t* weights = reinterpret_cast<uint8_t*>(sums + kRowGroup * padded_width(c.head_dim));
   for (int64_t u = units.begin; u < units.end; u++) {
     const int64_t head = u / tiles, row = u % tiles * kRowGroup;
-    AttentionTile<D> tile{t, head, static_cast<const uint8_t*>(t.q) + head * group_bytes + u % tiles * tile_bytes,
-                          rows_in_group(q_rows, row), {}, scores, weights, sums, {}, {}};
+    AttentionTile<D> tile{t,
+                          head,
+                          static_cast<const uint8_t*>(t.q) + head * group_bytes + u % tiles * tile_bytes,
+                          rows_in_group(q_rows, row),
+                          {},
+                          scores,
+                          weights,
+                          sums,
+                          {},
+                          {}};
     for (int i = 0; i < tile.rows; i++) tile.visible[i] = t.visible[(row + i) / group];
     tile.run();
     for (int i = 0; i < tile.rows; i++) {

@@ -1,9 +1,9 @@
 // 4-bit weights with block scales times int8 rows, exact up to one fused multiply-add per block.
 //
-// A table of 16 bytes turns nibbles into s8 without error (2 * e2m1 is an integer), a block's sum of products is an exact
-// int32, and acc = fma(sum, scale, acc) over ascending blocks. A NVFP4 block sum has 15 bits and its scale 4, so even the
-// product is exact and the result is the same with or without fused multiply-add.
-// Few rows decode in registers; more rows share a panel that is unpacked once to scratch (it fits L1 up to K 1,024).
+// A table of 16 bytes turns nibbles into s8 without error (2 * e2m1 is an integer), a block's sum of products is an
+// exact int32, and acc = fma(sum, scale, acc) over ascending blocks. A NVFP4 block sum has 15 bits and its scale 4, so
+// even the product is exact and the result is the same with or without fused multiply-add. Few rows decode in
+// registers; more rows share a panel that is unpacked once to scratch (it fits L1 up to K 1,024).
 //
 // Left out: zero points. Source: ours.
 #pragma once
@@ -12,7 +12,7 @@ namespace dlmrt::cpu {
 namespace {
 
 constexpr int64_t kBlockPrefetchBytes = 512;  // how far ahead of the stream of blocks
-constexpr int kSubSteps = 4;  // steps that one Partial takes; a padded K is a multiple of them
+constexpr int kSubSteps = 4;                  // steps that one Partial takes; a padded K is a multiple of them
 
 struct FormatNVFP4 {
   static constexpr DType kType = DType::kNVFP4;
@@ -61,9 +61,9 @@ struct PackedBlocks {
 template <class Format>
 struct UnpackedBlocks {
   static constexpr bool kOwnOffset = false;
-  uint8_t* values;   // [K/4][64]
-  float* scales;     // [K/group][16]
-  int32_t* starts;   // [K/group][16] minus the offset
+  uint8_t* values;  // [K/4][64]
+  float* scales;    // [K/group][16]
+  int32_t* starts;  // [K/group][16] minus the offset
   int64_t weight_group;
 
   UnpackedBlocks(void* scratch, int64_t k, int64_t group)
@@ -83,7 +83,8 @@ struct UnpackedBlocks {
 
 // Sums of the first `steps` steps of block b for MR rows, without the offset.
 template <int MR, class Blocks>
-__attribute__((always_inline)) inline void block_sums(const Blocks& blocks, int64_t b, int64_t steps, const uint8_t* a, I32 (&sum)[MR]) {
+__attribute__((always_inline)) inline void block_sums(const Blocks& blocks, int64_t b, int64_t steps, const uint8_t* a,
+                                                      I32 (&sum)[MR]) {
   const I32 start = blocks.start(b);
   I32 offset = splat(0);
 #pragma GCC unroll 8
@@ -115,9 +116,11 @@ __attribute__((always_inline)) inline void block_sums(const Blocks& blocks, int6
 }
 
 template <class Format, int MR, class Blocks>
-__attribute__((noinline)) void block_tile(const LinearArgs& t, const Blocks& blocks, int64_t row, int64_t panel, float* out) {
+__attribute__((noinline)) void block_tile(const LinearArgs& t, const Blocks& blocks, int64_t row, int64_t panel,
+                                          float* out) {
   const Weight& w = t.weight;
-  const int64_t steps = padded_width(w.k) / 4, block_steps = blocks.group() / 4, num_blocks = ceil_div(steps, block_steps);
+  const int64_t steps = padded_width(w.k) / 4, block_steps = blocks.group() / 4,
+                num_blocks = ceil_div(steps, block_steps);
   const uint8_t* a = operand_row(t.input.cells, DType::kInt8, t.input.width, row);
   F32 acc[MR];
 #pragma GCC unroll 8
@@ -133,7 +136,8 @@ __attribute__((noinline)) void block_tile(const LinearArgs& t, const Blocks& blo
   const int64_t n = panel * kPanel;
 #pragma GCC unroll 8
   for (int i = 0; i < MR; i++)
-    emit(out + i * t.ld_out, mul(acc[i], mul(load(w.column_scale + n), splat(t.input.scales[row + i]))), w.n - n, t.accumulate);
+    emit(out + i * t.ld_out, mul(acc[i], mul(load(w.column_scale + n), splat(t.input.scales[row + i]))), w.n - n,
+         t.accumulate);
 }
 
 template <class Format>
@@ -149,7 +153,8 @@ void unpack(const PackedBlocks<Format>& from, int64_t num_blocks, const Unpacked
       DotNibble::store_b(p + kStepBytes, high);
       if constexpr (DotNibble::kOffset) {
         const auto cell = code_zero();
-        offset = DotNibble::end(offset, DotNibble::dot(DotNibble::dot(DotNibble::begin(offset), cell, low), cell, high));
+        offset =
+            DotNibble::end(offset, DotNibble::dot(DotNibble::dot(DotNibble::begin(offset), cell, low), cell, high));
       }
     }
     store(to.starts + b * kPanel, sub(splat(0), offset));
@@ -165,7 +170,8 @@ void block4(const LinearArgs& t, Range panels, float* out, void* scratch) {
   for (int64_t p = panels.begin; p < panels.end; p++, out += kPanel) {
     const PackedBlocks<Format> packed{static_cast<const uint8_t*>(w.panels) + p * stride, w.group};
     if (t.rows <= kMaxRows) {
-      with_rows(static_cast<int>(t.rows), [&](auto rows) { block_tile<Format, decltype(rows)::value>(t, packed, 0, p, out); });
+      with_rows(static_cast<int>(t.rows),
+                [&](auto rows) { block_tile<Format, decltype(rows)::value>(t, packed, 0, p, out); });
       continue;
     }
     unpack(packed, k / w.group, unpacked);

@@ -1,7 +1,8 @@
 // Matrix products: register tiles of rows by panels, one ascending chain per output.
 //
-// K is never split and every tile adds in the same order, so an output does not depend on the number of rows, on the tile
-// it fell into or on the thread. Weights stream once per row group of 8; from the second group on they come from cache.
+// K is never split and every tile adds in the same order, so an output does not depend on the number of rows, on the
+// tile it fell into or on the thread. Weights stream once per row group of 8; from the second group on they come from
+// cache.
 //
 // Source: ours; tile shapes from measurements (8 rows x 3 panels reach 0.77-0.90 of the int8 peak on AVX-512).
 #pragma once
@@ -17,7 +18,8 @@ constexpr bool kSame<A, A> = true;
 
 // acc[i][j] += sum over steps of cell (row i) * load_b(panel j, step)
 template <class D, int MR, int NV, class LoadB>
-__attribute__((always_inline)) inline void multiply(const uint8_t* a, int64_t steps, LoadB load_b, typename D::Acc (&acc)[MR][NV]) {
+__attribute__((always_inline)) inline void multiply(const uint8_t* a, int64_t steps, typename D::Acc (&acc)[MR][NV],
+                                                    LoadB load_b) {
   for (int64_t s = 0; s < steps; s++, a += kRowGroup * kCellBytes) {
     typename D::B b[NV];
 #pragma GCC unroll 4
@@ -63,20 +65,20 @@ __attribute__((noinline)) void dense_tile(const LinearArgs& t, const Tile& at) {
   if constexpr (kFetch == kOwnPanels) {
     // towards the end of the panels, the beginnings of the ones after them
     const int64_t tail = steps * kStepBytes < kPrefetchBytes ? steps : kPrefetchBytes / kStepBytes, body = steps - tail;
-    multiply<D>(a, body, [=](int j, int64_t s) {
+    multiply<D>(a, body, acc, [=](int j, int64_t s) {
       const uint8_t* p = b + j * stride + s * kStepBytes;
       prefetch(p + kPrefetchBytes);
       return D::load_b(p);
-    }, acc);
-    multiply<D>(a + body * (kRowGroup * kCellBytes), tail, [=](int j, int64_t s) {
+    });
+    multiply<D>(a + body * (kRowGroup * kCellBytes), tail, acc, [=](int j, int64_t s) {
       prefetch(next + j * stride + s * kStepBytes);
       return D::load_b(b + j * stride + (body + s) * kStepBytes);
-    }, acc);
+    });
   } else {
-    multiply<D>(a, steps, [=](int j, int64_t s) {
+    multiply<D>(a, steps, acc, [=](int j, int64_t s) {
       if (j < kFetch) prefetch(next + (s * kFetch + j) * kStepBytes);
       return D::load_b(b + j * stride + s * kStepBytes);
-    }, acc);
+    });
   }
 #pragma GCC unroll 4
   for (int j = 0; j < NV; j++) {
@@ -96,8 +98,8 @@ __attribute__((noinline)) void dense_tile(const LinearArgs& t, const Tile& at) {
   }
 }
 
-// All rows by NV panels. With several row groups, each fetches its part of the panels after these: the first group would
-// otherwise wait for memory and the others leave it idle.
+// All rows by NV panels. With several row groups, each fetches its part of the panels after these: the first group
+// would otherwise wait for memory and the others leave it idle.
 template <class D, int NV>
 void dense_panels(const LinearArgs& t, int64_t panel, float* out) {
   const int64_t groups = ceil_div(t.rows, kRowGroup), stride = panel_bytes(t.weight.dtype, 0, t.weight.k);

@@ -1,8 +1,10 @@
-// The head: logits of a tile of 128 ids stay in L1 while their statistics are taken, then the tiles are merged in order.
+// The head: logits of a tile of 128 ids stay in L1 while their statistics are taken, then the tiles are merged in
+// order.
 //
-// Per (tile, row): maximum, first id that has it, sum of exp and of (x - max) exp. Sums of a tile are merged in tile order, so
-// the numbers of a row depend neither on the threads nor on the other rows. Lists of the best ids follow a total order
-// (logit down, id up) and Gumbel-max picks follow (score down, id up): they may be gathered in any grouping.
+// Per (tile, row): maximum, first id that has it, sum of exp and of (x - max) exp. Sums of a tile are merged in tile
+// order, so the numbers of a row depend neither on the threads nor on the other rows. Lists of the best ids follow a
+// total order (logit down, id up) and Gumbel-max picks follow (score down, id up): they may be gathered in any
+// grouping.
 //
 // Source: ours; Gumbel-max: Gumbel, "Statistical theory of extreme values" (1954); noise: see ../philox.hpp.
 #pragma once
@@ -109,7 +111,8 @@ struct HeadTile {
         for (int i = 0; i < 16; i++) uniform[i] = uniform_of(words[k - k0 + i]);
         store(score, add(load(x + k), gumbel(load(uniform))));
         for (int i = 0; i < 16; i++)
-          if (score[i] > best && k + i < width()) best = score[i], logit = x[k + i], id = static_cast<int32_t>(first_id() + k + i);
+          if (score[i] > best && k + i < width())
+            best = score[i], logit = x[k + i], id = static_cast<int32_t>(first_id() + k + i);
       }
     }
     p.sample_score[cell(m)] = best;
@@ -134,7 +137,9 @@ void head_stats(const HeadArgs& t, Range tiles, void* scratch) {
     for (int64_t m = 0; m < t.rows; m++) {
       float* x = logits + m * kHeadTile;
       if (!plain || tile.width() < kHeadTile) tile.transform(x);
-      if (t.logits) __builtin_memcpy(t.logits + m * t.ld_logits + tile.first_id(), x, static_cast<size_t>(tile.width()) * sizeof(float));
+      if (t.logits)
+        __builtin_memcpy(t.logits + m * t.ld_logits + tile.first_id(), x,
+                         static_cast<size_t>(tile.width()) * sizeof(float));
       tile.statistics(m, x);
       if (t.partials.top_slot) tile.list_best(m, x, tiles.begin);
       if (t.gumbel) tile.sample(m, x, reach[m]);
@@ -194,7 +199,8 @@ void merge_group(const HeadMergeArgs& t, int64_t m0) {
   store_n(reinterpret_cast<float*>(t.argmax) + m0, from_bits(top.id), left);
   if (t.sample_id) {
     const Best pick = best_of_tiles(p.sample_score + m0, p.sample_id + m0, tiles, n);
-    const Best logit = best_of_tiles(p.sample_score + m0, reinterpret_cast<const int32_t*>(p.sample_logit) + m0, tiles, n);
+    const Best logit =
+        best_of_tiles(p.sample_score + m0, reinterpret_cast<const int32_t*>(p.sample_logit) + m0, tiles, n);
     store_n(reinterpret_cast<float*>(t.sample_id) + m0, from_bits(pick.id), left);
     store_n(t.sample_logit + m0, from_bits(logit.id), left);
   }
@@ -203,61 +209,6 @@ void merge_group(const HeadMergeArgs& t, int64_t m0) {
 }
 void head_merge(const HeadMergeArgs& t, Range row_groups) {
   for (int64_t g = row_groups.begin; g < row_groups.end; g++) merge_group(t, g * 16);
-}
-
-// ---- soft embedding
-void probabilities(const ProbabilitiesArgs& t, Range tiles) {
-  const int64_t vocab = t.out.width, end = tiles.end * kHeadTile < padded_width(vocab) ? tiles.end * kHeadTile : padded_width(vocab);
-  for (int64_t m = 0; m < t.rows; m++) {
-    const CellWriter out = writer(t.out, m);
-    const F32 shift = splat(t.log_sum_exp[m]);
-    for (int64_t k = tiles.begin * kHeadTile; k < end; k += 16)
-      out.write(k, keep_first(exp(sub(load_upto16(t.logits + m * t.ld + k, vocab - k), shift)), tail16(vocab - k), 0.f));
-  }
-}
-
-// Steps of a row-major table as the panel vectors of a product; `left` columns exist.
-template <class D>
-inline typename D::B load_table(const void* table, int64_t vocab, int64_t width, int64_t step, int64_t n, int64_t left) {
-  if constexpr (kSame<D, DotF32>) {
-    const float* p = static_cast<const float*>(table) + step * width + n;
-    alignas(64) float tail[16] = {};
-    if (left < 16) __builtin_memcpy(tail, p, static_cast<size_t>(left) * sizeof(float));
-    return D::load_b(reinterpret_cast<const uint8_t*>(left < 16 ? tail : p));
-  } else {
-    const uint16_t* even = static_cast<const uint16_t*>(table) + 2 * step * width + n;
-    const bool has_odd = 2 * step + 1 < vocab;
-    alignas(64) uint16_t tail[32] = {};
-    if (left >= 16 && has_odd) return D::load_rows(even, even + width);
-    const size_t bytes = static_cast<size_t>(left < 16 ? left : 16) * 2;
-    __builtin_memcpy(tail, even, bytes);
-    if (has_odd) __builtin_memcpy(tail + 16, even + width, bytes);
-    return D::load_rows(tail, tail + 16);
-  }
-}
-template <class D, int MR, int NV>
-__attribute__((noinline)) void soft_tile(const SoftEmbeddingArgs& t, int64_t row, int64_t panel) {
-  const int64_t vocab = t.probabilities.width, g = values_per_cell(t.probabilities.dtype), n = panel * kPanel;
-  typename D::Acc acc[MR][NV];
-  clear<D>(acc);
-  const uint8_t* a = operand_row(t.probabilities.cells, t.probabilities.dtype, vocab, row);
-  multiply<D>(a, ceil_div(vocab, g), [&](int j, int64_t s) { return load_table<D>(t.table, vocab, t.width, s, n + j * kPanel, t.width - n - j * kPanel); }, acc);
-  for (int i = 0; i < MR; i++)
-    for (int j = 0; j < NV; j++)
-      emit(t.out + (row + i) * t.width + n + j * kPanel, mul(acc[i][j], splat(t.scale)), t.width - n - j * kPanel, false);
-}
-template <class D>
-void soft_panels(const SoftEmbeddingArgs& t, Range panels) {
-  for (int64_t m = 0; m < t.rows; m += kRowGroup)
-    row_pieces(rows_in_group(t.rows, m), [&](auto rows, int r) {
-      constexpr int MR = decltype(rows)::value, NV = max_panels(MR) >= 2 ? 2 : 1;
-      int64_t p = panels.begin;
-      for (; p + NV <= panels.end; p += NV) soft_tile<D, MR, NV>(t, m + r, p);
-      for (; p < panels.end; p++) soft_tile<D, MR, 1>(t, m + r, p);
-    });
-}
-void soft_embedding(const SoftEmbeddingArgs& t, Range panels) {
-  t.probabilities.dtype == DType::kF32 ? soft_panels<DotF32>(t, panels) : soft_panels<DotBF16>(t, panels);
 }
 
 }  // namespace

@@ -66,7 +66,8 @@ inline F32 silu(F32 x) { return div(x, add(splat(1.f), exp(sub(splat(0.f), x))))
 // fp32 -> bf16, nearest even; NaN becomes a quiet NaN.
 inline void store_bf16(uint16_t* p, F32 x) {
 #ifdef DLMRT_AVX512BF16
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));  // denormals become 0
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));  // denormals become 0
 #else
   const I32 u = bits(x), odd = bit_and(shift_right<16>(u), splat(1));
   const I32 rounded = shift_right<16>(add(add(u, splat(0x7fff)), odd));
@@ -81,8 +82,12 @@ inline F32 load_bf16_n(const uint16_t* p, int n) {
   return load_bf16(tail);
 }
 inline int tail16(int64_t left) { return left < 16 ? static_cast<int>(left) : 16; }
-inline F32 load_upto16(const float* p, int64_t left) { return left >= 16 ? load(p) : load_n(p, static_cast<int>(left)); }
-inline void store_upto16(float* p, F32 v, int64_t left) { left >= 16 ? store(p, v) : store_n(p, v, static_cast<int>(left)); }
+inline F32 load_upto16(const float* p, int64_t left) {
+  return left >= 16 ? load(p) : load_n(p, static_cast<int>(left));
+}
+inline void store_upto16(float* p, F32 v, int64_t left) {
+  left >= 16 ? store(p, v) : store_n(p, v, static_cast<int>(left));
+}
 
 // Sixteen values of one row, k .. k + 15, as cells of its operand group (k multiple of 16).
 struct CellWriter {
@@ -109,11 +114,13 @@ struct CellWriter {
  private:
   template <int kCells>
   void copy(int64_t step, const uint8_t* bytes) const {
-    for (int i = 0; i < kCells; i++) __builtin_memcpy(row + (step + i) * (kRowGroup * kCellBytes), bytes + i * kCellBytes, kCellBytes);
+    for (int i = 0; i < kCells; i++)
+      __builtin_memcpy(row + (step + i) * (kRowGroup * kCellBytes), bytes + i * kCellBytes, kCellBytes);
   }
 };
 inline uint8_t* operand_row(void* cells, DType t, int64_t width, int64_t row) {
-  return static_cast<uint8_t*>(cells) + (row / kRowGroup * steps_of(t, width) * kRowGroup + row % kRowGroup) * kCellBytes;
+  return static_cast<uint8_t*>(cells) +
+         (row / kRowGroup * steps_of(t, width) * kRowGroup + row % kRowGroup) * kCellBytes;
 }
 inline CellWriter writer(const Operand& o, int64_t row) {
   return {operand_row(o.cells, o.dtype, o.width, row), o.dtype, splat(1.f)};
@@ -156,9 +163,12 @@ inline void with_rows(int rows, F&& f) {
 // f(Int<rows>, first row) over the rows of one operand group in pieces of at most kMaxRows.
 template <class F>
 inline void row_pieces(int rows, F&& f) {
-  for (int r = 0; r < rows; r += kMaxRows) with_rows(rows - r < kMaxRows ? rows - r : kMaxRows, [&](auto n) { f(n, r); });
+  for (int r = 0; r < rows; r += kMaxRows)
+    with_rows(rows - r < kMaxRows ? rows - r : kMaxRows, [&](auto n) { f(n, r); });
 }
-inline int rows_in_group(int64_t rows, int64_t first) { return rows - first < kRowGroup ? static_cast<int>(rows - first) : kRowGroup; }
+inline int rows_in_group(int64_t rows, int64_t first) {
+  return rows - first < kRowGroup ? static_cast<int>(rows - first) : kRowGroup;
+}
 
 }  // namespace
 }  // namespace dlmrt::cpu

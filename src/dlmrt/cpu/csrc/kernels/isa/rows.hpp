@@ -1,7 +1,7 @@
 // Row-wise kernels: norm, quantise, SwiGLU, scaled add, embedding rows, q/k norm with rotary phases and the KV store.
 //
-// A row is the unit, and its sums run over sixteen virtual lanes in ascending order, so no row sees another one. Operands
-// are written as cells directly: a product never waits for a separate packing pass.
+// A row is the unit, and its sums run over sixteen virtual lanes in ascending order, so no row sees another one.
+// Operands are written as cells directly: a product never waits for a separate packing pass.
 //
 // Source: ours; the operations are those of dlmrt/ops/eager.py.
 #pragma once
@@ -58,7 +58,9 @@ void rms_norm(const RmsNormArgs& t, Range rows) {
       squares = fma(v, v, squares);
     }
     const F32 r = splat(inverse_rms(squares, n, t.eps));
-    const auto value = [&](int64_t k) { return mul(mul(load_upto16(x + k, n - k), r), load_upto16(t.weight + k, n - k)); };
+    const auto value = [&](int64_t k) {
+      return mul(mul(load_upto16(x + k, n - k), r), load_upto16(t.weight + k, n - k));
+    };
     if (t.out_rows)
       for (int64_t k = 0; k < n; k += 16) store_upto16(t.out_rows + m * n + k, value(k), n - k);
     if (t.out.cells) write_operand_row(t.out, m, value);
@@ -87,7 +89,8 @@ void embed(const EmbedArgs& t, Range rows) {
     }
     const uint16_t* row = static_cast<const uint16_t*>(t.table) + first;
     for (int64_t k = 0; k < t.width; k += 16)
-      store_upto16(out + k, t.width - k >= 16 ? load_bf16(row + k) : load_bf16_n(row + k, tail16(t.width - k)), t.width - k);
+      store_upto16(out + k, t.width - k >= 16 ? load_bf16(row + k) : load_bf16_n(row + k, tail16(t.width - k)),
+                   t.width - k);
   }
 }
 
@@ -111,13 +114,15 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
       squares = fma(a, a, squares);
     }
     const F32 r = splat(inverse_rms(squares, n, eps));
-    for (int64_t k = 0; k < n; k += 16) store(v + k, mul(mul(load_upto16(x + k, n - k), r), load_upto16(weight + k, n - k)));
+    for (int64_t k = 0; k < n; k += 16)
+      store(v + k, mul(mul(load_upto16(x + k, n - k), r), load_upto16(weight + k, n - k)));
   }
   // pairs (i, i + half)
   void rotate(const float* cos, const float* sin, int64_t half) {
     for (int64_t k = 0; k < half; k += 16) {
       const int64_t left = half - k;
-      const F32 a = load_upto16(v + k, left), b = load_upto16(v + half + k, left), c = load_upto16(cos + k, left), s = load_upto16(sin + k, left);
+      const F32 a = load_upto16(v + k, left), b = load_upto16(v + half + k, left), c = load_upto16(cos + k, left),
+                s = load_upto16(sin + k, left);
       store_upto16(v + k, sub(mul(a, c), mul(b, s)), left);
       store_upto16(v + half + k, add(mul(b, c), mul(a, s)), left);
     }
@@ -125,7 +130,8 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
   // As keys: position `slot` is a column of a panel, the head's width its k.
   void store_keys(uint8_t* plane, DType t, int64_t n, int64_t slot) const {
     const int64_t group = padded_width(n) / values_per_cell(t) * kStepBytes;
-    copy_pieces(t, n, plane + slot / kPanel * group + slot % kPanel * kCellBytes, 16 / values_per_cell(t) * kStepBytes, kStepBytes, kCellBytes);
+    copy_pieces(t, n, plane + slot / kPanel * group + slot % kPanel * kCellBytes, 16 / values_per_cell(t) * kStepBytes,
+                kStepBytes, kCellBytes);
   }
   // As values: the head's width runs over columns, `slot` is a k.
   void store_values(uint8_t* plane, DType t, int64_t n, int64_t slot, int64_t page_size) const {
@@ -134,7 +140,8 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
   }
 
  private:
-  // Encodes 16 values at a time and copies their pieces of `size` bytes to out, `stride` apart; the next 16 go to out + block.
+  // Encodes 16 values at a time and copies their pieces of `size` bytes to out, `stride` apart; the next 16 go to out +
+  // block.
   void copy_pieces(DType t, int64_t n, uint8_t* out, int64_t block, int64_t stride, int64_t size) const {
     for (int64_t k = 0; k < n; k += 16, out += block) {
       alignas(64) uint8_t bytes[64];

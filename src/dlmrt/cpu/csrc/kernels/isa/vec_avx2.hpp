@@ -1,7 +1,7 @@
 // Sixteen virtual lanes on AVX2 and FMA: two registers. Contract: see vec_avx512.hpp.
 //
-// With DLMRT_AVXVNNI the int8 products use the 256-bit vpdpbusd; otherwise vpmaddubsw on |w| and the activation with the
-// sign of w, exact because 2 * 127 * 128 fits int16.
+// With DLMRT_AVXVNNI the int8 products use the 256-bit vpdpbusd; otherwise vpmaddubsw on |w| and the activation with
+// the sign of w, exact because 2 * 127 * 128 fits int16.
 //
 // Source: ours.
 #pragma once
@@ -57,11 +57,17 @@ DLMRT_BOTH(I32, bit_and, _mm256_and_si256)
 DLMRT_BOTH(I32, bit_or, _mm256_or_si256)
 #undef DLMRT_BOTH
 inline F32 fma(F32 a, F32 b, F32 c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
-inline F32 fnma(F32 a, F32 b, F32 c) { return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)}; }
+inline F32 fnma(F32 a, F32 b, F32 c) {
+  return {_mm256_fnmadd_ps(a.lo, b.lo, c.lo), _mm256_fnmadd_ps(a.hi, b.hi, c.hi)};
+}
 template <int kBits>
-inline I32 shift_left(I32 v) { return {_mm256_slli_epi32(v.lo, kBits), _mm256_slli_epi32(v.hi, kBits)}; }
+inline I32 shift_left(I32 v) {
+  return {_mm256_slli_epi32(v.lo, kBits), _mm256_slli_epi32(v.hi, kBits)};
+}
 template <int kBits>
-inline I32 shift_right(I32 v) { return {_mm256_srli_epi32(v.lo, kBits), _mm256_srli_epi32(v.hi, kBits)}; }
+inline I32 shift_right(I32 v) {
+  return {_mm256_srli_epi32(v.lo, kBits), _mm256_srli_epi32(v.hi, kBits)};
+}
 inline I32 to_int(F32 v) { return {_mm256_cvtps_epi32(v.lo), _mm256_cvtps_epi32(v.hi)}; }
 inline F32 to_float(I32 v) { return {_mm256_cvtepi32_ps(v.lo), _mm256_cvtepi32_ps(v.hi)}; }
 inline I32 bits(F32 v) { return {_mm256_castps_si256(v.lo), _mm256_castps_si256(v.hi)}; }
@@ -78,11 +84,18 @@ inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
 inline unsigned to_mask(__m256 lo, __m256 hi) {
   return static_cast<unsigned>(_mm256_movemask_ps(lo)) | static_cast<unsigned>(_mm256_movemask_ps(hi)) << 8;
 }
-inline unsigned greater_mask(F32 a, F32 b) { return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ)); }
-inline unsigned greater_equal_mask(F32 a, F32 b) { return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ)); }
-inline unsigned equal_mask(F32 a, F32 b) { return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ)); }
+inline unsigned greater_mask(F32 a, F32 b) {
+  return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
+}
+inline unsigned greater_equal_mask(F32 a, F32 b) {
+  return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
+}
+inline unsigned equal_mask(F32 a, F32 b) {
+  return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ));
+}
 inline I32 lanes_of(unsigned mask) {
-  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), lo = _mm256_set1_epi32(static_cast<int>(mask & 255)),
+  const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128),
+                lo = _mm256_set1_epi32(static_cast<int>(mask & 255)),
                 hi = _mm256_set1_epi32(static_cast<int>(mask >> 8));
   return {_mm256_cmpeq_epi32(_mm256_and_si256(lo, bit), bit), _mm256_cmpeq_epi32(_mm256_and_si256(hi, bit), bit)};
 }
@@ -110,7 +123,8 @@ inline int32_t reduce_max(I32 v) {
 
 inline void store_low16(uint16_t* p, I32 v) {
   const __m256i mask = _mm256_set1_epi32(0xffff);
-  store256(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(v.lo, mask), _mm256_and_si256(v.hi, mask)), 0xd8));
+  store256(p, _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(v.lo, mask), _mm256_and_si256(v.hi, mask)),
+                                       0xd8));
 }
 inline I32 load_u16(const uint16_t* p) {
   const __m256i v = load256(p);
@@ -118,8 +132,10 @@ inline I32 load_u16(const uint16_t* p) {
 }
 inline void store_low8(uint8_t* p, I32 v) {
   const __m256i mask = _mm256_set1_epi32(0xff);
-  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(v.lo, mask), _mm256_and_si256(v.hi, mask)), 0xd8);
-  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  const __m256i words =
+      _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_and_si256(v.lo, mask), _mm256_and_si256(v.hi, mask)), 0xd8);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
 inline I32 load_u8(const uint8_t* p) {
   const __m128i v = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
@@ -174,7 +190,9 @@ struct DotI8 {
     __m256i lo, hi, abs_lo, abs_hi;
   };
   static Acc zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static A load_a(const uint8_t* p) { return _mm256_xor_si256(splat_cell(p), _mm256_set1_epi8(static_cast<char>(0x80))); }
+  static A load_a(const uint8_t* p) {
+    return _mm256_xor_si256(splat_cell(p), _mm256_set1_epi8(static_cast<char>(0x80)));
+  }
   static B load_b(const uint8_t* p) {
     const __m256i lo = load256(p), hi = load256(p + 32);
     return {lo, hi, _mm256_abs_epi8(lo), _mm256_abs_epi8(hi)};
@@ -191,10 +209,12 @@ struct DotI8 {
 struct Nibbles {
   using B = I32;
   __m256i table;
-  explicit Nibbles(const int8_t* values) : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
+  explicit Nibbles(const int8_t* values)
+      : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
   void decode(const uint8_t* p, B& low, B& high) const {
     const __m256i mask = _mm256_set1_epi8(15), v0 = load256(p), v1 = load256(p + 32);
-    low = {_mm256_shuffle_epi8(table, _mm256_and_si256(v0, mask)), _mm256_shuffle_epi8(table, _mm256_and_si256(v1, mask))};
+    low = {_mm256_shuffle_epi8(table, _mm256_and_si256(v0, mask)),
+           _mm256_shuffle_epi8(table, _mm256_and_si256(v1, mask))};
     high = {_mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v0, 4), mask)),
             _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v1, 4), mask))};
   }
@@ -215,7 +235,8 @@ struct DotNibble {
 #else
   static Partial begin(I32) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
   static Partial dot(Partial acc, A a, B b) {
-    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(a, b.lo)), _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(a, b.hi))};
+    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(a, b.lo)),
+            _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(a, b.hi))};
   }
   static I32 end(I32 sum, Partial p) {
     const __m256i one = _mm256_set1_epi16(1);

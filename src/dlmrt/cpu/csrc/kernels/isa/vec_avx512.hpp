@@ -43,14 +43,20 @@ inline I32 min(I32 a, I32 b) { return _mm512_min_epi32(a, b); }
 inline I32 bit_and(I32 a, I32 b) { return _mm512_and_si512(a, b); }
 inline I32 bit_or(I32 a, I32 b) { return _mm512_or_si512(a, b); }
 template <int kBits>
-inline I32 shift_left(I32 v) { return _mm512_slli_epi32(v, kBits); }
+inline I32 shift_left(I32 v) {
+  return _mm512_slli_epi32(v, kBits);
+}
 template <int kBits>
-inline I32 shift_right(I32 v) { return _mm512_srli_epi32(v, kBits); }  // logical
-inline I32 to_int(F32 v) { return _mm512_cvtps_epi32(v); }              // nearest even
+inline I32 shift_right(I32 v) {
+  return _mm512_srli_epi32(v, kBits);
+}                                                           // logical
+inline I32 to_int(F32 v) { return _mm512_cvtps_epi32(v); }  // nearest even
 inline F32 to_float(I32 v) { return _mm512_cvtepi32_ps(v); }
 inline I32 bits(F32 v) { return _mm512_castps_si512(v); }
 inline F32 from_bits(I32 v) { return _mm512_castsi512_ps(v); }
-inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) { return _mm512_mask_mov_epi32(y, _mm512_cmpgt_epi32_mask(a, b), x); }
+inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
+  return _mm512_mask_mov_epi32(y, _mm512_cmpgt_epi32_mask(a, b), x);
+}
 inline unsigned greater_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
 inline unsigned greater_equal_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline unsigned equal_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
@@ -72,10 +78,16 @@ inline float reduce_max(F32 v) {
 }
 inline int32_t reduce_max(I32 v) { return _mm512_reduce_max_epi32(v); }
 
-inline void store_low16(uint16_t* p, I32 v) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v)); }
-inline I32 load_u16(const uint16_t* p) { return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+inline void store_low16(uint16_t* p, I32 v) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(v));
+}
+inline I32 load_u16(const uint16_t* p) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
 inline void store_low8(uint8_t* p, I32 v) { _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(v)); }
-inline I32 load_u8(const uint8_t* p) { return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline I32 load_u8(const uint8_t* p) {
+  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 
 // ---- products of one step: 16 columns by one cell. Register tiles: rows x panels within 32 registers.
@@ -120,7 +132,8 @@ struct DotI8 {
 struct Nibbles {
   using B = __m512i;
   __m512i table;
-  explicit Nibbles(const int8_t* values) : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
+  explicit Nibbles(const int8_t* values)
+      : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
   void decode(const uint8_t* p, B& low, B& high) const {
     const __m512i mask = _mm512_set1_epi8(15), v = _mm512_loadu_si512(p);
     low = _mm512_shuffle_epi8(table, _mm512_and_si512(v, mask));

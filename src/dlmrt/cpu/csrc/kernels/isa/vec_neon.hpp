@@ -69,7 +69,10 @@ inline I32 to_int(F32 x) { I32 r; DLMRT_QUADS r.v[q] = vcvtnq_s32_f32(x.v[q]); r
 inline F32 to_float(I32 x) { F32 r; DLMRT_QUADS r.v[q] = vcvtq_f32_s32(x.v[q]); return r; }
 inline I32 bits(F32 x) { I32 r; DLMRT_QUADS r.v[q] = as_int(x.v[q]); return r; }
 inline F32 from_bits(I32 x) { F32 r; DLMRT_QUADS r.v[q] = as_float(x.v[q]); return r; }
-inline I32 blend(const uint32x4_t (&mask)[4], I32 x, I32 y) { DLMRT_QUADS y.v[q] = vbslq_s32(mask[q], x.v[q], y.v[q]); return y; }
+inline I32 blend(const uint32x4_t (&mask)[4], I32 x, I32 y) {
+  DLMRT_QUADS y.v[q] = vbslq_s32(mask[q], x.v[q], y.v[q]);
+  return y;
+}
 inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
   uint32x4_t m[4];
   DLMRT_QUADS m[q] = vcgtq_s32(a.v[q], b.v[q]);
@@ -88,7 +91,11 @@ inline unsigned mask4(uint32x4_t m) {
   return vaddvq_u32(vandq_u32(m, vld1q_u32(bit)));
 }
 #define DLMRT_OP(name, op) \
-  inline unsigned name(F32 a, F32 b) { unsigned m = 0; DLMRT_QUADS m |= mask4(op(a.v[q], b.v[q])) << (4 * q); return m; }
+  inline unsigned name(F32 a, F32 b) { \
+    unsigned m = 0;                    \
+    DLMRT_QUADS m |= mask4(op(a.v[q], b.v[q])) << (4 * q); \
+    return m;                          \
+  }
 DLMRT_OP(greater_mask, vcgtq_f32)
 DLMRT_OP(greater_equal_mask, vcgeq_f32)
 DLMRT_OP(equal_mask, vceqq_f32)
@@ -116,9 +123,9 @@ inline I32 load_u16(const uint16_t* p) {
   return r;
 }
 inline void store_low8(uint8_t* p, I32 x) {
-  const uint16x8_t lo = vcombine_u16(vmovn_u32(vreinterpretq_u32_s32(x.v[0])), vmovn_u32(vreinterpretq_u32_s32(x.v[1])));
-  const uint16x8_t hi = vcombine_u16(vmovn_u32(vreinterpretq_u32_s32(x.v[2])), vmovn_u32(vreinterpretq_u32_s32(x.v[3])));
-  vst1q_u8(p, vcombine_u8(vmovn_u16(lo), vmovn_u16(hi)));
+  uint16x4_t half[4];
+  DLMRT_QUADS half[q] = vmovn_u32(vreinterpretq_u32_s32(x.v[q]));
+  vst1q_u8(p, vcombine_u8(vmovn_u16(vcombine_u16(half[0], half[1])), vmovn_u16(vcombine_u16(half[2], half[3]))));
 }
 inline I32 load_u8(const uint8_t* p) {
   const uint8x16_t x = vld1q_u8(p);
@@ -148,7 +155,10 @@ struct DotF32 {
     DLMRT_QUADS b.v[q] = vreinterpretq_f32_u8(vld1q_u8(p + 16 * q));
     return b;
   }
-  static Acc dot(Acc acc, A a, const B& b) { DLMRT_QUADS acc.v[q] = vfmaq_f32(acc.v[q], a, b.v[q]); return acc; }
+  static Acc dot(Acc acc, A a, const B& b) {
+    DLMRT_QUADS acc.v[q] = vfmaq_f32(acc.v[q], a, b.v[q]);
+    return acc;
+  }
 };
 
 inline int32x4_t dot4(int32x4_t acc, int8x16_t a, int8x16_t b) {
@@ -178,7 +188,10 @@ struct DotI8 {
     DLMRT_QUADS b.v[q] = vreinterpretq_s8_u8(vld1q_u8(p + 16 * q));
     return b;
   }
-  static Acc dot(Acc acc, A a, const B& b) { DLMRT_QUADS acc.v[q] = dot4(acc.v[q], a, b.v[q]); return acc; }
+  static Acc dot(Acc acc, A a, const B& b) {
+    DLMRT_QUADS acc.v[q] = dot4(acc.v[q], a, b.v[q]);
+    return acc;
+  }
 };
 
 struct Nibbles {

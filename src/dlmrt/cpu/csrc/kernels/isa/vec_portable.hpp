@@ -1,7 +1,7 @@
 // Sixteen virtual lanes in plain C++: the definition that the other vec_*.hpp files match, and the fallback everywhere.
 //
-// Fused multiply-add is computed in double with rounding to odd, which rounds the final float once: correct for every input
-// on machines without the instruction (slow, but this path is for correctness).
+// Fused multiply-add is computed in double with rounding to odd, which rounds the final float once: correct for every
+// input on machines without the instruction (slow, but this path is for correctness).
 //
 // Source: ours; rounding to odd: Boldo and Melquiond, "Emulation of FMA and correctly rounded sums" (IEEE TC 2008).
 #pragma once
@@ -50,7 +50,14 @@ inline F32 splat(float x) { F32 r; DLMRT_LANES r.v[i] = x; return r; }
 inline I32 splat(int32_t x) { I32 r; DLMRT_LANES r.v[i] = x; return r; }
 inline int32_t wrap(int64_t x) { return static_cast<int32_t>(static_cast<uint32_t>(x)); }
 #define DLMRT_OP(type, name, expression) \
-  inline type name(type a, type b) { type r; DLMRT_LANES { auto x = a.v[i]; auto y = b.v[i]; r.v[i] = (expression); } return r; }
+  inline type name(type a, type b) {         \
+    DLMRT_LANES {                            \
+      const auto x = a.v[i];                 \
+      const auto y = b.v[i];                 \
+      a.v[i] = (expression);                 \
+    }                                        \
+    return a;                                \
+  }
 DLMRT_OP(F32, add, x + y)
 DLMRT_OP(F32, sub, x - y)
 DLMRT_OP(F32, mul, x * y)
@@ -77,10 +84,20 @@ inline I32 to_int(F32 v) { I32 r; DLMRT_LANES r.v[i] = nearest_even(v.v[i]); ret
 inline F32 to_float(I32 v) { F32 r; DLMRT_LANES r.v[i] = static_cast<float>(v.v[i]); return r; }
 inline I32 bits(F32 v) { return bit_cast<I32>(v); }
 inline F32 from_bits(I32 v) { return bit_cast<F32>(v); }
-inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) { DLMRT_LANES y.v[i] = a.v[i] > b.v[i] ? x.v[i] : y.v[i]; return y; }
-inline unsigned greater_mask(F32 a, F32 b) { unsigned m = 0; DLMRT_LANES m |= unsigned{a.v[i] > b.v[i]} << i; return m; }
-inline unsigned greater_equal_mask(F32 a, F32 b) { unsigned m = 0; DLMRT_LANES m |= unsigned{a.v[i] >= b.v[i]} << i; return m; }
-inline unsigned equal_mask(F32 a, F32 b) { unsigned m = 0; DLMRT_LANES m |= unsigned{a.v[i] == b.v[i]} << i; return m; }
+inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
+  DLMRT_LANES y.v[i] = a.v[i] > b.v[i] ? x.v[i] : y.v[i];
+  return y;
+}
+#define DLMRT_OP(name, op)             \
+  inline unsigned name(F32 a, F32 b) { \
+    unsigned m = 0;                    \
+    DLMRT_LANES m |= static_cast<unsigned>(a.v[i] op b.v[i]) << i; \
+    return m;                          \
+  }
+DLMRT_OP(greater_mask, >)
+DLMRT_OP(greater_equal_mask, >=)
+DLMRT_OP(equal_mask, ==)
+#undef DLMRT_OP
 inline F32 select(unsigned mask, F32 x, F32 y) { DLMRT_LANES y.v[i] = mask >> i & 1 ? x.v[i] : y.v[i]; return y; }
 inline I32 select(unsigned mask, I32 x, I32 y) { DLMRT_LANES y.v[i] = mask >> i & 1 ? x.v[i] : y.v[i]; return y; }
 
@@ -116,9 +133,20 @@ struct DotF32 {
   using A = float;
   using B = F32;
   static Acc zero() { return splat(0.f); }
-  static A load_a(const uint8_t* p) { A a; __builtin_memcpy(&a, p, 4); return a; }
-  static B load_b(const uint8_t* p) { B b; __builtin_memcpy(&b, p, 64); return b; }
-  static Acc dot(Acc acc, A a, const B& b) { DLMRT_LANES acc.v[i] = fma1(a, b.v[i], acc.v[i]); return acc; }
+  static A load_a(const uint8_t* p) {
+    A a;
+    __builtin_memcpy(&a, p, 4);
+    return a;
+  }
+  static B load_b(const uint8_t* p) {
+    B b;
+    __builtin_memcpy(&b, p, 64);
+    return b;
+  }
+  static Acc dot(Acc acc, A a, const B& b) {
+    DLMRT_LANES acc.v[i] = fma1(a, b.v[i], acc.v[i]);
+    return acc;
+  }
 };
 
 // Products of two bf16 values are exact in fp32, so multiply and add round like the fused form.
@@ -149,7 +177,10 @@ struct DotBF16 {
     DLMRT_LANES b.k[0].v[i] = widen(even[i]), b.k[1].v[i] = widen(odd[i]);
     return b;
   }
-  static B even_only(B b) { b.k[1] = splat(0.f); return b; }
+  static B even_only(B b) {
+    b.k[1] = splat(0.f);
+    return b;
+  }
   static Acc dot(Acc acc, A a, const B& b) {
     for (int j = 0; j < 2; j++) DLMRT_LANES acc.v[i] += a.k[j] * b.k[j].v[i];
     return acc;
@@ -159,10 +190,16 @@ struct DotBF16 {
 struct DotI8 {
   static constexpr bool kOffset = false;
   using Acc = I32;
-  struct A { int16_t k[4]; };
-  struct B { int16_t k[4][16]; };
+  struct A {
+    int16_t k[4];
+  };
+  struct B {
+    int16_t k[4][16];
+  };
   static Acc zero() { return splat(0); }
-  static A load_a(const uint8_t* p) { return {{int16_t(p[0] - 128), int16_t(p[1] - 128), int16_t(p[2] - 128), int16_t(p[3] - 128)}}; }
+  static A load_a(const uint8_t* p) {
+    return {{int16_t(p[0] - 128), int16_t(p[1] - 128), int16_t(p[2] - 128), int16_t(p[3] - 128)}};
+  }
   static B load_b(const uint8_t* p) {
     B b;
     for (int j = 0; j < 4; j++) DLMRT_LANES b.k[j][i] = static_cast<int8_t>(p[i * 4 + j]);

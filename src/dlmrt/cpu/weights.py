@@ -1,0 +1,101 @@
+"""Weights of a checkpoint as the native packer takes them: mapped from the file where it can, quantised ones as stored.
+
+A matrix that the file holds in NVFP4 or INT8 keeps its codes and scales: nothing is dequantised and quantised again.
+Formats without a kernel (FP8, INT4 with zero points), and matrices that are to be fused with one of another format, are
+dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores.
+
+Source: ours; formats as in dlmrt.checkpoint.formats, layouts in csrc/kernels/pack.hpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.checkpoint.assemble import ModelWeight
+from dlmrt.checkpoint.formats import StoredWeight
+from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
+from dlmrt.errors import CheckpointError
+
+KEPT = ("nvfp4", "int8")  # formats whose codes the kernels multiply
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of module names
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantized:
+    """A matrix in codes. Example: NVFP4 of shape [512, 2048] has codes [512, 1024] and block scales [512, 128]."""
+
+    format: str  # of `KEPT`
+    shape: tuple[int, int]
+    codes: npt.NDArray[np.generic]  # int8, or two e2m1 in each uint8
+    row_scales: npt.NDArray[np.float32] | None = None  # int8: one a row
+    block_scales: npt.NDArray[np.uint8] | None = None  # nvfp4: e4m3 bits, one for 16 values
+    multiplier: float = 1.0  # nvfp4: scale of the whole matrix
+
+
+Param = npt.NDArray[np.generic] | Quantized  # an array is float32, or uint16 with the bits of bfloat16
+Params = Mapping[str, Param]
+
+
+def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
+    """Name -> format of the matrices that can stay as they are stored."""
+    formats = {name: stored.format for name, weight in weights.items() if (stored := _whole(weight)) is not None}
+    kept: dict[str, str] = {name: kind for name, kind in formats.items() if kind in KEPT}
+    for name in list(kept):
+        if any(kept.get(other) != kept[name] for other in _fused_with(name)):
+            del kept[name]
+    return kept
+
+
+def params_of(weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> dict[str, Param]:
+    """Every tensor, those of `kept` in codes.
+
+    Raises:
+        CheckpointError: a block scale is NaN or negative.
+    """
+    params: dict[str, Param] = {}
+    for name, weight in weights.items():
+        stored = _whole(weight)
+        params[name] = _quantized(stored) if name in kept and stored is not None else _floats(weight.stored())
+    return params
+
+
+def _whole(weight: ModelWeight) -> StoredWeight | None:
+    """The one stored matrix that is the tensor, if it is made of one."""
+    piece = weight.pieces[0]
+    return piece.weight if len(weight.pieces) == 1 and piece.index is None and piece.part is None else None
+
+
+def _fused_with(name: str) -> list[str]:
+    """Names of the matrices that are multiplied together with `name`, itself included."""
+    module, _, last = name.removesuffix(".weight").rpartition(".")
+    return [f"{module}.{other}.weight" for group in _FUSED if last in group for other in group]
+
+
+def _floats(tensor: StoredTensor) -> npt.NDArray[np.generic]:
+    return to_float32(tensor) if tensor.dtype == "float16" else tensor.raw()
+
+
+def _quantized(stored: StoredWeight) -> Quantized:
+    rows, columns = stored.shape
+    parts = {name: tensor.raw() for name, tensor in stored.parts.items()}
+    if stored.format == "int8":
+        scales = np.broadcast_to(to_float32(stored.parts["weight_scale"]).reshape(-1, 1), (rows, 1))
+        return Quantized(
+            format="int8", shape=(rows, columns), codes=parts["weight"], row_scales=np.ascontiguousarray(scales[:, 0])
+        )
+    is_divisor = stored.dialect == "compressed-tensors"
+    shared = np.float32(parts["weight_global_scale" if is_divisor else "weight_scale_2"].reshape(()))
+    block_scales = np.ascontiguousarray(parts["weight_scale"])
+    if (block_scales > 0x7E).any():
+        path = stored.parts["weight_scale"].path
+        raise CheckpointError(f"{path}: {stored.name} has a block scale that is NaN or negative; download it again")
+    codes = parts["weight_packed" if is_divisor else "weight"]
+    return Quantized(
+        format="nvfp4", shape=(rows, columns), codes=np.ascontiguousarray(codes), block_scales=block_scales,
+        multiplier=float(np.float32(1) / shared if is_divisor else shared),
+    )  # fmt: skip

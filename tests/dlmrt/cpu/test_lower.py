@@ -1,0 +1,102 @@
+"""What the lowering makes of the tiny model's programs; running this file as a program renews the golden listings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dlmrt.cpu.lower import lower
+from dlmrt.models.config import ResidualConfig
+from dlmrt.program.forwards import Formats, record_canvas, record_extend
+from dlmrt.program.loop import LoopOptions, record_loop
+from dlmrt.program.nodes import Kernel, While, walk
+from dlmrt.program.plan import plan
+from dlmrt.program.show import show
+from dlmrt.testing import tiny_config
+
+GOLDEN = Path(__file__).parent / "golden"
+INT8 = Formats(matrix="int8", table="bfloat16", cache="bfloat16")
+RESIDUAL = tiny_config(residual=ResidualConfig(kind="gated_mlp", intermediate_size=48))
+SHIFTED = tiny_config(diffusion={"noise": "uniform", "logit_shift": 1})
+GREEDY = LoopOptions(canvas_length=8, prefill_chunk=512, commit_rule="threshold", use_residual=True)
+DRAWN = LoopOptions(canvas_length=8, prefill_chunk=512, commit_rule="joint_threshold", is_greedy=False)
+FILTERED = LoopOptions(
+    canvas_length=8, prefill_chunk=512, commit_rule="entropy_bound", is_greedy=False, is_filtered=True
+)
+
+
+def programs():
+    """Golden listings by file name, and programs of the other paths without one."""
+    return {
+        "canvas_float32.txt": lower(record_canvas(SHIFTED, Formats(), capacity=256, max_rows=8), SHIFTED),
+        "loop_int8_residual.txt": lower(record_loop(RESIDUAL, INT8, GREEDY, capacity=256), RESIDUAL),
+        "loop_drawn": lower(record_loop(SHIFTED, Formats(), DRAWN, capacity=256), SHIFTED),
+        "loop_filtered": lower(record_loop(SHIFTED, INT8, FILTERED, capacity=256), SHIFTED),
+        "extend": lower(record_extend(RESIDUAL, INT8, capacity=256, max_rows=512), RESIDUAL),
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in sorted(programs()) if name.endswith(".txt")])
+def test_listing_equals_the_golden_file(name):
+    assert show(programs()[name].program) == (GOLDEN / name).read_text()
+
+
+@pytest.mark.parametrize("name", sorted(programs()))
+def test_no_read_sees_another_buffers_write(name):
+    """Execute the placement, every loop twice: the bytes that a node reads are still those of the buffer it reads."""
+    program = programs()[name].program
+    placement = plan(program)
+    cells = 64
+    owner = {}
+
+    def span(buffer):
+        first = placement.offsets[buffer]
+        return range(first // cells, -(-(first + max(buffer.num_bytes, 1)) // cells))
+
+    def run(body):
+        for node in body:
+            if not isinstance(node, Kernel):
+                for _ in range(2 if isinstance(node, While) else 1):
+                    run(node.body)
+                continue
+            for buffer in node.inputs.values():
+                if buffer.kind == "scratch":
+                    assert all(owner.get(at) is buffer for at in span(buffer)), f"{node.op} reads {buffer.name}"
+            for buffer in node.outputs.values():
+                if buffer.kind == "scratch":
+                    owner.update(dict.fromkeys(span(buffer), buffer))
+
+    run(program.body)
+
+
+def test_projections_are_fused_and_packed_once():
+    lowered = programs()["loop_int8_residual.txt"]
+    fused = {tuple(tensor.name.split(".")[-2] for tensor in tensors) for tensors in lowered.sources.values()}
+    assert {("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",), ("o_proj",)} <= fused
+    names = [buffer.name for buffer in lowered.sources]
+    assert len(names) == len(set(names)) == 4 * RESIDUAL.num_layers + 2 + 1  # layers, adapter, head
+
+
+def test_logits_exist_only_where_something_reads_them():
+    """A greedy program without residual takes statistics tile by tile; soft embeddings and filters need the logits."""
+    has_logits = {
+        name: any(isinstance(node, Kernel) and "logits" in node.outputs for node in walk(lowered.program.body))
+        for name, lowered in programs().items()
+    }
+    assert not has_logits["loop_drawn"]
+    assert has_logits["loop_filtered"] and has_logits["loop_int8_residual.txt"]
+
+
+def test_prefill_stops_at_the_last_layers_keys_and_values():
+    """Nobody reads a context row's final hidden state, so its last attention, MLP and norm are not computed."""
+    ops = [node.op for node in programs()["extend"].program.body]
+    assert ops.count("qk_norm_rope_store") == RESIDUAL.num_layers
+    assert ops.count("attention") == RESIDUAL.num_layers - 1
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for file, made in programs().items():
+        if file.endswith(".txt"):
+            (GOLDEN / file).write_text(show(made.program))
