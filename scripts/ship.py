@@ -23,7 +23,7 @@ from orl.recipe import PretrainRecipe, load_recipe
 EMBEDDED = Path(dlmrt.__file__).parent / "embedded"
 MAX_BYTES = 25_000_000
 LIMITS = (
-    "It knows the listed tasks in the wording of `orl tasks --show 3`, and nothing else: no chat, no general knowledge.",
+    "It knows the listed tasks in the wording of `orl tasks --show 3`, and nothing else: no chat, no knowledge.",
     "Numbers are small whole numbers of the size seen in the tasks; larger ones are answered wrongly and confidently.",
     "Text that its tokenizer splits into bytes (other languages, symbols) is outside of what it was trained on.",
     "A rate is measured on held-out prompts of the same generators, not on anybody's own questions.",
@@ -70,8 +70,8 @@ def _summary(config: dlmrt.models.config.ModelConfig, params: dict) -> str:
     num = sum(tensor.numel() for tensor in params.values())
     return (
         f"A {num / 1e6:.2f} M parameter diffusion language model: Qwen3 backbone ({config.num_layers} layers of width "
-        f"{config.hidden_size}, vocabulary {config.vocab_size}), canvas of {diffusion.canvas_length}, {diffusion.noise} "
-        f"noise, logit shift {diffusion.logit_shift}, residual pathway {diffusion.residual.kind}."
+        f"{config.hidden_size}, vocabulary {config.vocab_size}), canvas of {diffusion.canvas_length}, "
+        f"{diffusion.noise} noise, logit shift {diffusion.logit_shift}, residual pathway {diffusion.residual.kind}."
     )
 
 
@@ -80,8 +80,9 @@ def _training(recipe: PretrainRecipe, path: Path) -> str:
     start = f", converted from the checkpoint of `{recipe.run.init}`" if recipe.run.init else ""
     return (
         f"`orl pretrain {path}`: objective `{recipe.objective.kind}`{start}; {section.steps} steps of "
-        f"{section.bins_per_step} packed rows of {recipe.data.pack_tokens} tokens, Muon and AdamW, on verifiable tasks of "
-        "reasoning-gym and generated Python functions. Prompts whose text hashes into the held-out share never enter training."
+        f"{section.bins_per_step} packed rows of {recipe.data.pack_tokens} tokens, Muon and AdamW, on verifiable tasks "
+        "of reasoning-gym and generated Python functions. Prompts whose text hashes into the held-out share never "
+        "enter training."
     )
 
 

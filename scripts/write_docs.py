@@ -1,5 +1,6 @@
-"""Write what the program knows into docs: cli.md from the live --help of `dlmrt` and `orl`, and the table of request
-fields in server.md; with --check, fail when a file is stale.
+"""Write what the program knows into docs; with --check, fail when a file is stale.
+
+cli.md comes from the live --help of `dlmrt` and `orl`, the table of request fields in server.md from the server.
 
 Source: ours; the habit is simonw/llm's docs/help.md.
 """

@@ -35,8 +35,8 @@ def conditions_line(report: Mapping[str, Any]) -> str:
     c = report["conditions"]
     num_tasks = len(report["results"][0]["tasks"])
     return (
-        f"{c['num_problems'] // num_tasks} held-out problems per task, never seen in training; executor {c['executor']}, "
-        f"{c['dtype']}, seed {c['seed']}. Each cell: share of verified answers @ tokens per forward "
+        f"{c['num_problems'] // num_tasks} held-out problems per task, never seen in training; executor "
+        f"{c['executor']}, {c['dtype']}, seed {c['seed']}. Each cell: share of verified answers @ tokens per forward "
         "(sum of tokens / sum of denoise and commit forwards)."
     )
 

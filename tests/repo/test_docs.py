@@ -23,7 +23,9 @@ def _text_files() -> list[Path]:
     found = [path for path in ROOT.iterdir() if path.is_file()]
     found += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return [
-        path for path in found if not BUILT & set(path.parts) and path.suffix not in (".safetensors", ".so", ".pyc")
+        path
+        for path in found
+        if not BUILT & set(path.parts) and path.suffix not in (".safetensors", ".so", ".pyc", ".png")
     ]
 
 

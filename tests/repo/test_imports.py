@@ -7,15 +7,19 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = ("torch", "transformers", "fastapi", "matplotlib")
+HEAVY = ("torch", "transformers", "starlette", "uvicorn", "matplotlib")
 
 # Imports every module of dlmrt while torch, and what is not a core dependency, cannot be imported.
 WITHOUT_TORCH = """
 import importlib, pkgutil, sys
 
+BLOCKED = (
+    "torch", "transformers", "safetensors", "starlette", "uvicorn", "prometheus_client", "reasoning_gym",
+)
+
 class Block:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("torch", "transformers", "safetensors", "fastapi", "uvicorn", "reasoning_gym"):
+        if name.partition(".")[0] in BLOCKED:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Block())

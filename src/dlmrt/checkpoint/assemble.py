@@ -119,7 +119,7 @@ class ModelWeight:
 
 
 def _in_memory(name: str, dtype: str, values: npt.NDArray[Any], path: Path) -> StoredTensor:
-    data = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
     return StoredTensor(name=name, dtype=dtype, shape=values.shape, data=data, path=path)
 
 

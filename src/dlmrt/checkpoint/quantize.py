@@ -245,7 +245,7 @@ def _documents(
         algorithm = "W4A16_NVFP4"
         producer = {"name": "dlmrt", "version": dlmrt.__version__}
         plain = {"num_bits": 4, "type": "float", "group_size": formats.FP4_GROUP, "dynamic": False}
-        section = {
+        section: dict[str, Any] = {
             "quant_method": "modelopt", "quant_algo": algorithm, "producer": producer, "ignore": excluded,
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": plain}},
         }  # fmt: skip

@@ -91,7 +91,7 @@ def _item(values: Any, index: int | None) -> Any:
     if not isinstance(values, StoredTensor):
         return values[index]
     raw = values.raw()[index]
-    data = memoryview(np.ascontiguousarray(raw).reshape(-1).view(np.uint8))
+    data = np.ascontiguousarray(raw).reshape(-1).view(np.uint8).data
     return dataclasses.replace(values, shape=raw.shape, data=data)
 
 

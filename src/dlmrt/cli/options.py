@@ -29,7 +29,7 @@ from dlmrt.types import DecodeConfig
 Command = TypeVar("Command", bound=Callable[..., None])
 
 HELP = {
-    "commit_rule": "How positions are decided: threshold, joint_threshold, joint_threshold_indel, entropy_bound or steps.",
+    "commit_rule": "The rule: threshold, joint_threshold, joint_threshold_indel, entropy_bound or steps.",
     "canvas_length": "Positions denoised together, where the checkpoint allows another length than its own.",
     "threshold": "Commit a position when its confidence is above this; 0 to 1.",
     "edit_threshold": "joint_threshold changes a committed position when the new confidence is above this; 0: always.",
@@ -142,7 +142,7 @@ def read_decode_file(path: Path) -> dict[str, Any]:
 def _parse_yaml(text: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types  # type: ignore[misc]  # no types are installed
         """Refuses a key that occurs twice, of which YAML would keep the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:

@@ -139,8 +139,8 @@ def interrupts_as_event() -> Iterator[threading.Event]:
     try:
         yield interrupted
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 def notice(text: str, *, quiet: bool = False) -> None:

@@ -152,8 +152,8 @@ def indel_step(settings: ResolvedDecode, state: BlockState, prediction: Predicti
     ids = settings.edit_ids
     changing = np.flatnonzero(written_L & (token_L != state.canvas_L))
     if is_final:
-        for slot in np.flatnonzero(written_L & np.isin(token_L, (ids.mask, ids.delete, ids.split))):
-            token_L[slot] = best_other(prediction.probs_LV[slot], (ids.mask, ids.delete, ids.split))
+        for at in np.flatnonzero(written_L & np.isin(token_L, (ids.mask, ids.delete, ids.split))):
+            token_L[at] = best_other(prediction.probs_LV[at], (ids.mask, ids.delete, ids.split))
     elif len(changing) and tuple(state.canvas_L.tolist()) in history.seen:
         # Seen before: it would go round for ever, so the least certain slot tries an id that it has not had.
         confidence_L = np.where(chosen_L, prediction.confidence_L, prediction.argmax_confidence_L)

@@ -115,7 +115,7 @@ def rotate(x: Tensor, positions: Tensor, *, rope: RopeConfig) -> Tensor:
     inv_freq, factor = _inv_freq(rope, x.shape[-1])
     phase = positions.to(torch.float32).unsqueeze(-1) * inv_freq.to(device=x.device, dtype=torch.float32)
     cos, sin = (phase.cos() * factor).unsqueeze(-2), (phase.sin() * factor).unsqueeze(-2)
-    turning, rest = x.split((2 * len(inv_freq), x.shape[-1] - 2 * len(inv_freq)), dim=-1)
+    turning, rest = torch.split(x, [2 * len(inv_freq), x.shape[-1] - 2 * len(inv_freq)], dim=-1)
     first, second = turning.float().chunk(2, dim=-1)
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
@@ -139,7 +139,7 @@ def qkv_packed(
     """See `Ops.qkv_packed`."""
     packed = _heads(linear(x, weight), head_dim)
     num_kv_heads = (packed.shape[-2] - num_heads) // 2
-    q, k, v = packed.split((num_heads, num_kv_heads, num_kv_heads), dim=-2)
+    q, k, v = torch.split(packed, [num_heads, num_kv_heads, num_kv_heads], dim=-2)
     q = rotate(rms_norm(q, q_norm, eps=eps), positions, rope=rope)
     k = rotate(rms_norm(k, k_norm, eps=eps), positions, rope=rope)
     return q, k, v
@@ -176,11 +176,11 @@ def route_sigmoid(
     scores = F.linear(x.float(), weight.float()).sigmoid()
     ranked = scores + bias.float()
     if capacity is None:
-        groups = ranked.unflatten(-1, (num_groups, -1))
+        groups = torch.unflatten(ranked, -1, (num_groups, -1))
         kept = _best(groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1), num_kept_groups)
         admitted = _members(kept, num_groups).repeat_interleave(groups.shape[-1], dim=-1)
     else:
-        blocks = ranked.split(block_length, dim=-2)
+        blocks = torch.split(ranked, block_length, dim=-2)
         chosen = [_members(_best(block.amax(-2), capacity), ranked.shape[-1]) for block in blocks]
         admitted = torch.cat(
             [mask.unsqueeze(-2).expand_as(block) for mask, block in zip(chosen, blocks, strict=True)], dim=-2
@@ -218,7 +218,7 @@ def moe(
     """See `Ops.moe`. Only experts that some row chose are computed."""
     rows, experts, weights = (t.reshape(-1, t.shape[-1]) for t in (x, experts, weights))
     out = rows.new_zeros(rows.shape, dtype=torch.float32)
-    for expert in experts.unique().tolist():
+    for expert in torch.unique(experts).tolist():
         row, slot = (experts == expert).nonzero(as_tuple=True)
         y = gated_mlp(rows[row], gate[expert], up[expert], down[expert], activation=activation)
         out = out.index_add(0, row, y.float() * weights[row, slot].float().unsqueeze(-1))

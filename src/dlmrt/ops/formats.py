@@ -135,7 +135,7 @@ def quantize_nvfp4_input(x: Float32, divisor: np.float32) -> Float32:
     groups = x.reshape(*x.shape[:-1], -1, FP4_GROUP)
     largest = np.abs(groups).max(axis=-1)
     scale = e4m3_to_float32(float32_to_e4m3(np.minimum(divisor * (largest / _E2M1_MAX), _E4M3_MAX))) / divisor
-    safe = np.where(scale > 0, scale, np.float32(1))[..., None]
+    safe = np.where(scale > 0, scale, np.float32(1))[..., None].astype(np.float32)
     values: Float32 = (_E2M1[round_e2m1(groups / safe)] * scale[..., None]).reshape(x.shape)
     return values
 
@@ -211,7 +211,8 @@ def pack_int4(codes: Int32) -> Int32:
     padded[:, :columns] = codes + 8
     shifts = np.arange(0, 32, 4, dtype=np.uint32)
     words = padded.reshape(rows, -1, INT4_PER_WORD) << shifts
-    return np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+    packed: Int32 = np.bitwise_or.reduce(words, axis=-1).view(np.int32)
+    return packed
 
 
 def unpack_int4(packed: Int32, columns: int) -> Int32:

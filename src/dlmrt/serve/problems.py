@@ -64,6 +64,11 @@ class ApiError(Exception):
         return headers
 
 
+def bad_field(param: str, message: str) -> ApiError:
+    """A request field that cannot be used."""
+    return ApiError(400, message, param=param)
+
+
 def as_api_error(error: Exception, given: Mapping[str, Any] | None = None) -> ApiError:
     """The answer to `error`. Faults of our own say nothing of their inside.
 

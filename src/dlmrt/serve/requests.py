@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,8 @@ from dlmrt.decode.aliases import CANONICAL, canonical_settings
 from dlmrt.decode.settings import RULE_FIELDS
 from dlmrt.errors import UsageError, nearest
 from dlmrt.serve.fields import HONOURED, KNOWN, NEUTRAL, REFUSED, Endpoint
-from dlmrt.serve.problems import ApiError
+from dlmrt.serve.messages import read_messages
+from dlmrt.serve.problems import ApiError, bad_field
 from dlmrt.types import DecodeConfig
 
 logger = logging.getLogger(__name__)
@@ -30,11 +30,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOPS = 64
 _DIFFUSION_EXTRAS = {"max_steps": "max_denoising_steps"}
 _XARGS = {"diffusion_max_steps": "max_denoising_steps", "diffusion_canvas_length": "canvas_length"}
-_MESSAGE_KEYS = (
-    "role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "refusal", "annotations", "audio",
-    "function_call", "type",
-)  # fmt: skip
-_ROLES = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ def parse_call(body: Mapping[str, Any], endpoint: Endpoint, *, ignore_unknown: b
     top_logprobs = _top_logprobs(given)
     options = {"echo": _switch(given, "echo"), "return_meta_info": _switch(given, "return_meta_info")}
     if options["echo"] and top_logprobs is not None:
-        raise _bad("echo", "echo and logprobs together would need log-probabilities of the prompt; drop one")
+        raise bad_field("echo", "echo and logprobs together would need log-probabilities of the prompt; drop one")
     call = ApiCall(
         endpoint=endpoint,
         model=_model(given),
@@ -86,16 +81,18 @@ def parse_call(body: Mapping[str, Any], endpoint: Endpoint, *, ignore_unknown: b
         return_canvas=_return_canvas(given, diffusion),
         stream=_switch(given, "stream"),
         include_usage=_include_usage(given),
-        messages=_messages(given) if endpoint == "chat" else (),
+        messages=read_messages(given.get("messages")) if endpoint == "chat" else (),
         prompts=_prompts(given) if endpoint == "completions" else (),
         tools=_tools(given),
         template_options=_template_options(given),
         **options,
     )
     if call.return_canvas and not call.stream:
-        raise _bad("return_canvas", "diffusion.return_canvas sends the canvas in a stream; set stream to true")
+        raise bad_field("return_canvas", "diffusion.return_canvas sends the canvas in a stream; set stream to true")
     if len(call.prompts) * call.num_choices > MAX_CHOICES:
-        raise _bad("prompt", f"{len(call.prompts)} prompts times n are more than {MAX_CHOICES} choices; send fewer")
+        raise bad_field(
+            "prompt", f"{len(call.prompts)} prompts times n are more than {MAX_CHOICES} choices; send fewer"
+        )
     return call
 
 
@@ -119,10 +116,6 @@ def derived_seed(seed: int, choice: int) -> int:
     return int.from_bytes(digest[:8], "big") >> 11
 
 
-def _bad(param: str, message: str) -> ApiError:
-    return ApiError(400, message, param=param)
-
-
 def _unknown(name: str, ignore: bool) -> None:
     message = f"unknown field {name!r}{nearest(name, KNOWN)}"
     if not ignore:
@@ -141,7 +134,7 @@ def _refuse(name: str, value: Any, endpoint: Endpoint) -> None:
     known = HONOURED.get(name)
     if known is not None and known.only not in (None, endpoint) and value not in ([], {}, "none"):
         path = "/v1/chat/completions" if known.only == "chat" else "/v1/completions"
-        raise _bad(name, f"{name} belongs to {path}; send it there")
+        raise bad_field(name, f"{name} belongs to {path}; send it there")
 
 
 def _same_kind(value: Any, neutral: Any) -> bool:
@@ -156,54 +149,56 @@ def _settings(given: Mapping[str, Any]) -> dict[str, Any]:
         if key == "return_canvas":
             continue
         if key in REFUSED:
-            raise _bad(key, f"diffusion.{key} is refused: {REFUSED[key]}")
+            raise bad_field(key, f"diffusion.{key} is refused: {REFUSED[key]}")
         places.append((f"diffusion.{key}", _DIFFUSION_EXTRAS.get(key, key), value))
     for key, value in _take_object(given, "vllm_xargs").items():
         if key == "diffusion_read_only" and value is False:
             continue
         if key not in _XARGS:
-            raise _bad("vllm_xargs", f"vllm_xargs.{key} is not supported{nearest(key, _XARGS)}")
+            raise bad_field("vllm_xargs", f"vllm_xargs.{key} is not supported{nearest(key, _XARGS)}")
         places.append((f"vllm_xargs.{key}", _XARGS[key], value))
     settings: dict[str, Any] = {}
     for where, key, value in places:
         name = CANONICAL.get(key, key)
         if name == "stop" and isinstance(value, list) and len(value) > MAX_STOPS:
-            raise _bad("stop", f"stop holds {len(value)} texts; {MAX_STOPS} are the most")
+            raise bad_field("stop", f"stop holds {len(value)} texts; {MAX_STOPS} are the most")
         try:
             found = canonical_settings({key: value}, source="the request")
         except UsageError as error:
-            raise _bad(where.split(".")[-1], str(error)) from None
+            raise bad_field(where.split(".")[-1], str(error)) from None
         for setting, checked in found.items():
             if settings.setdefault(setting, checked) != checked:
-                raise _bad(where, f"{where} says {checked!r} and another field says {settings[setting]!r}; remove one")
+                raise bad_field(
+                    where, f"{where} says {checked!r} and another field says {settings[setting]!r}; remove one"
+                )
     return settings
 
 
 def _take_object(given: Mapping[str, Any], name: str) -> dict[str, Any]:
     value = given.get(name, {})
     if not isinstance(value, dict):
-        raise _bad(name, f"{name} must be an object")
+        raise bad_field(name, f"{name} must be an object")
     return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def _switch(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise _bad(name, f"{name} is {value!r}; it must be true or false")
+        raise bad_field(name, f"{name} is {value!r}; it must be true or false")
     return value
 
 
 def _integer(given: Mapping[str, Any], name: str, low: int, high: int, *, default: int) -> int:
     value = given.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise _bad(name, f"{name} is {value!r}; it must be a whole number within [{low}, {high}]")
+        raise bad_field(name, f"{name} is {value!r}; it must be a whole number within [{low}, {high}]")
     return value
 
 
 def _model(given: Mapping[str, Any]) -> str | None:
     model = given.get("model")
     if model is not None and not isinstance(model, str):
-        raise _bad("model", f"model is {model!r}; it must be text")
+        raise bad_field("model", f"model is {model!r}; it must be text")
     return model
 
 
@@ -211,21 +206,21 @@ def _top_logprobs(given: Mapping[str, Any]) -> int | None:
     wanted = given.get("logprobs", False)
     if wanted is False:
         if given.get("top_logprobs", 0) != 0:
-            raise _bad("top_logprobs", "top_logprobs has no effect without logprobs; set logprobs to true")
+            raise bad_field("top_logprobs", "top_logprobs has no effect without logprobs; set logprobs to true")
         return None
     count = _integer(given, "top_logprobs", 0, MAX_TOP_LOGPROBS, default=0)
     if wanted is True:
         return count
     number = _integer(given, "logprobs", 0, MAX_TOP_LOGPROBS, default=0)
     if "top_logprobs" in given and count != number:
-        raise _bad("top_logprobs", f"logprobs says {number} and top_logprobs {count}; remove one")
+        raise bad_field("top_logprobs", f"logprobs says {number} and top_logprobs {count}; remove one")
     return number
 
 
 def _return_canvas(given: Mapping[str, Any], diffusion: Mapping[str, Any]) -> bool:
     mode = given.get("stream_mode")
     if mode not in (None, "denoise"):
-        raise _bad("stream_mode", f"stream_mode {mode!r} is not known; send 'denoise' or leave it out")
+        raise bad_field("stream_mode", f"stream_mode {mode!r} is not known; send 'denoise' or leave it out")
     return _switch(diffusion, "return_canvas") or mode == "denoise"
 
 
@@ -233,9 +228,9 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
     options = _take_object(given, "stream_options")
     for key in options:
         if key != "include_usage":
-            raise _bad("stream_options", f"stream_options.{key} is not supported; only include_usage is")
+            raise bad_field("stream_options", f"stream_options.{key} is not supported; only include_usage is")
     if options and given.get("stream") is not True:
-        raise _bad("stream_options", "stream_options has no effect without stream; set stream to true")
+        raise bad_field("stream_options", "stream_options has no effect without stream; set stream to true")
     return _switch(options, "include_usage")
 
 
@@ -244,85 +239,25 @@ def _prompts(given: Mapping[str, Any]) -> tuple[str | list[Any], ...]:
     if isinstance(prompt, str):
         return (prompt,)
     if not isinstance(prompt, list) or not prompt:
-        raise _bad("prompt", "prompt must be text, a list of token ids, or a list of either")
+        raise bad_field("prompt", "prompt must be text, a list of token ids, or a list of either")
     if all(isinstance(item, int) for item in prompt):  # a bool among them is refused by the engine
         return (prompt,)
     if all(isinstance(item, str | list) for item in prompt):
         return tuple(prompt)
-    raise _bad("prompt", "prompt mixes text and token ids; send a list of texts, or of lists of ids")
-
-
-def _messages(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _bad("messages", "messages must be a list with at least one message")
-    return tuple(_message(message, f"messages[{at}]") for at, message in enumerate(messages))
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise _bad("messages", f"{where} must be an object with role and content")
-    given = {key: value for key, value in message.items() if value is not None}
-    for key in given:
-        if key not in _MESSAGE_KEYS:
-            raise _bad("messages", f"{where}.{key} is not known{nearest(key, _MESSAGE_KEYS)}")
-    role = _ROLES.get(str(given.get("role")))
-    if role is None:
-        raise _bad("messages", f"{where}.role is {given.get('role')!r}; known: {', '.join(_ROLES)}")
-    for key in ("audio", "function_call"):
-        if given.pop(key, None):
-            raise _bad("messages", f"{where}.{key} is not supported")
-    for key in ("type", "refusal", "annotations"):  # what clients copy from an answer, or add on the way
-        given.pop(key, None)
-    content = _content(given.get("content", ""), where)
-    checked = {**given, "role": role, "content": content}
-    if "tool_calls" in given:
-        checked["tool_calls"] = _past_tool_calls(given["tool_calls"], where)
-    return checked
-
-
-def _content(content: Any, where: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise _bad("messages", f"{where}.content must be text or a list of text parts")
-    texts = []
-    for at, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise _bad("messages", f"{where}.content[{at}] has type {kind!r}; only text parts are supported")
-        texts.append(part["text"])
-    return "".join(texts)
-
-
-def _past_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Templates expect arguments as an object; the API carries them as JSON text."""
-    parsed = []
-    for at, call in enumerate(calls if isinstance(calls, list) else [None]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad("messages", f"{where}.tool_calls[{at}] must hold a function with a name")
-        arguments = function.get("arguments", "{}")
-        if isinstance(arguments, str):
-            try:
-                arguments = json.loads(arguments or "{}")
-            except (ValueError, RecursionError):
-                raise _bad("messages", f"{where}.tool_calls[{at}] has arguments that are not JSON") from None
-        parsed.append({**call, "function": {**function, "arguments": arguments}})
-    return parsed
+    raise bad_field("prompt", "prompt mixes text and token ids; send a list of texts, or of lists of ids")
 
 
 def _tools(given: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise _bad("tool_choice", f"tool_choice {choice!r} would not be enforced; send 'auto' or 'none'")
+        raise bad_field("tool_choice", f"tool_choice {choice!r} would not be enforced; send 'auto' or 'none'")
     tools = given.get("tools", [])
     if not isinstance(tools, list):
-        raise _bad("tools", "tools must be a list")
+        raise bad_field("tools", "tools must be a list")
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise _bad("tools", f"tools[{at}] must be of type 'function' with a function that has a name")
+            raise bad_field("tools", f"tools[{at}] must be of type 'function' with a function that has a name")
     return tuple(tools) if choice == "auto" else ()
 
 
@@ -339,7 +274,7 @@ def _template_options(given: Mapping[str, Any]) -> dict[str, Any]:
     options = _take_object(given, "chat_template_kwargs")
     for name in ("tools", "messages", "add_generation_prompt"):
         if name in options:
-            raise _bad("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}")
+            raise bad_field("chat_template_kwargs", f"chat_template_kwargs cannot set {name!r}")
     if "reasoning_effort" in given:
         options["reasoning_effort"] = given["reasoning_effort"]
     return options

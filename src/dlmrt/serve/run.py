@@ -48,6 +48,8 @@ def serve(config: ServeConfig, load: Load) -> int:
     # The engine's thread is busy with Python; at the default of 5 ms each event of the loop would wait that long.
     sys.setswitchinterval(0.0005)
     listener = listen(config.host, config.port)
+    if config.api_key is None and config.host not in ("127.0.0.1", "::1", "localhost"):
+        logger.warning("%s can be reached from other machines and asks for no key; set --api-key", config.host)
     announce(config, listener)
     return asyncio.run(_serve(config, load, listener))
 
@@ -73,6 +75,8 @@ async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> in
     loader.start()
     with _signals(server) as received:
         await server.serve(sockets=[listener])
+    if service.slot.running is not None:  # ended by force: the engine's thread must not outlive the answer's client
+        service.slot.running.end("shutdown")
     if failures:
         raise failures[0]
     if not server.force_exit:

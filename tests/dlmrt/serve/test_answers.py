@@ -294,3 +294,21 @@ def test_echo_repeats_the_prompt(start):
     content = server.chat("abc", echo=True)["choices"][0]["message"]["content"]
     assert content == "user\nabc\nassistant\nABC"
     assert joined("chat", server.stream(PATHS["chat"], messages=user("abc"), echo=True)) == content
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "fields",
+    [{"threshold": -0.1}, {"threshold": 1.5}, {"canvas_length": 0}, {"block_length": 10**9}, {"steps": 0},
+     {"temperature": -1}, {"temperature": 1e-9}, {"top_p": 0}, {"top_k": -1}, {"min_p": 2}, {"seed": -1},
+     {"entropy_bound": 0.1}, {"noise_seed": 3}, {"commit_rule": "best"}, {"min_commit": 99}, {"stop": [""]},
+     {"stop_token_ids": [10**6]}],
+    ids=str,
+)  # fmt: skip
+def test_k70_nonsense_values_and_settings_without_effect(start, path, fields):
+    """At the top level and under `diffusion`; the field is named as the request spells it."""
+    server = start(echoing)
+    (name,) = fields
+    for request in (fields, {"diffusion": fields}):
+        status, error = server.post(PATHS[path], **body(path, **request))
+        assert (status, error["error"]["param"]) == (400, name), error
