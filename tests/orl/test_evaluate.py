@@ -109,7 +109,7 @@ def test_setting_refuses_what_it_does_not_know(text: str, kind: type[Exception],
 @pytest.fixture(scope="module")
 def engine(make_recipe, tmp_path_factory):
     recipe = make_recipe(optim={"steps": 1})
-    with Engine.load(pretrain(recipe, tmp_path_factory.mktemp("run")), num_threads=1) as engine:
+    with Engine.load(pretrain(recipe, tmp_path_factory.mktemp("run")), executor="eager", num_threads=1) as engine:
         yield engine
 
 

@@ -41,6 +41,7 @@ from dlmrt.errors import (
     nearest,
 )
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.models.typed import shown
 from dlmrt.types import (
     CanvasEvent,
@@ -98,6 +99,13 @@ def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_thre
     raise MissingDependencyError(f"executor {names[-1]!r} needs {package}, not installed; {way}")
 
 
+def with_stop_tokens(config: ModelConfig, codec: TextCodec) -> ModelConfig:
+    """`config` that also ends answers at the family's end-of-turn tokens, which some files do not name as EOS."""
+    ids = map(codec.tokenizer.token_to_id, family_of(config).STOP_TOKENS)
+    known = [token for token in ids if token is not None]
+    return dataclasses.replace(config, eos_token_ids=tuple(dict.fromkeys((*config.eos_token_ids, *known))))
+
+
 class Engine:
     """Generates text with one model, one request at a time.
 
@@ -146,7 +154,7 @@ class Engine:
         checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
         codec = TextCodec.from_folder(checkpoint.folder)
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
-        return cls(denoiser, checkpoint.config, codec, checkpoint.generation)
+        return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
 
     def _check_tokenizer(self, codec: TextCodec) -> None:
         """Refuse a tokenizer that does not belong to the model, or that can write the mask token as text."""

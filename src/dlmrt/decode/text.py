@@ -394,6 +394,8 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 def _check_values(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
     """Refuse what JSON cannot hold: a template would show other objects as text that nobody has looked at."""
+    if not isinstance(messages, list | tuple):  # an iterator would be empty when it is rendered
+        raise UsageError(f"the messages are a {type(messages).__name__}; give a list of them")
     for at, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise UsageError(f"message {at} is {shown(message)}; it must be an object with role and content")

@@ -156,6 +156,9 @@ class EagerDenoiser:
             return None, None
         if not self.has_residual:
             raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
+        if residual_LD.shape != (len(canvas_L), self.config.hidden_size):
+            wanted = [len(canvas_L), self.config.hidden_size]
+            raise UsageError(f"the residual has shape {list(residual_LD.shape)}; it must have {wanted}")
         if where_L is None and self.diffusion.residual.where == "masked":
             where_L = np.asarray(canvas_L) == self.diffusion.mask_token_id
         z = torch.from_numpy(residual_LD).to(self._table.dtype)

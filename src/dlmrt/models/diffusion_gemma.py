@@ -22,8 +22,8 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "UNQUANTIZED", "forward", "has_residual", "head",
-    "soft_embedding", "tensor_shapes",
+    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
 DECODER = "model.decoder."
@@ -53,6 +53,7 @@ RENAMES = (
     Rename(pattern=r"model\.encoder\.(?:vision_tower|embed_vision)\..*", target=None),
 )  # fmt: skip
 JOINS_EXPERTS = True
+STOP_TOKENS = ("<turn|>",)
 UNQUANTIZED = r"\.router\.|self_conditioning"
 FLOAT32 = ()
 

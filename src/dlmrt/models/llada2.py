@@ -20,8 +20,8 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "UNQUANTIZED", "forward", "has_residual", "head",
-    "soft_embedding", "tensor_shapes",
+    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.word_embeddings.weight"
@@ -40,6 +40,7 @@ RENAMES = (
     Rename(pattern=r".*\.inv_freq|v_head\..*", target=None),
 )
 JOINS_EXPERTS = False
+STOP_TOKENS = ("<|role_end|>",)
 UNQUANTIZED = r"\.mlp\.gate\.weight$|residual_adapter"
 FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 

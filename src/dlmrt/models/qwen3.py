@@ -20,8 +20,8 @@ from dlmrt.models.layers import ADAPTER, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "UNQUANTIZED", "forward", "has_residual",
-    "head", "soft_embedding", "tensor_shapes",
+    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -29,6 +29,7 @@ HEAD = "lm_head.weight"
 FINAL_NORM = "model.norm.weight"
 RENAMES = ()
 JOINS_EXPERTS = False
+STOP_TOKENS = ()
 UNQUANTIZED = r"residual_adapter"
 FLOAT32 = ()
 

@@ -1,7 +1,7 @@
 """The messages of a request as chat templates expect them: text contents, tool arguments as objects, known roles.
 
-Keys that clients copy from an earlier answer (`refusal`, `annotations`, ...) are accepted where they are empty; `type` is
-what lm-evaluation-harness adds. `developer` is the new name of `system`.
+Keys that clients copy from an earlier answer (`refusal`, `annotations`, ...) are accepted where they are empty; `type`
+is what lm-evaluation-harness adds. `developer` is the new name of `system`.
 
 Source: ours; shapes of the OpenAI API.
 """

@@ -55,7 +55,7 @@ def masked_block(length: int, num_pinned: int = 0) -> BlockState:
 def blocks(draw: st.DrawFn) -> tuple[ResolvedDecode, int, int, int]:
     """Settings of any rule, canvas length, pinned slots and a seed for predictions."""
     length = draw(st.integers(1, 12))
-    rule = draw(st.sampled_from(sorted(RULES)))
+    rule = draw(st.sampled_from(sorted(set(RULES) - {"joint_threshold_indel"})))  # that one moves slots: test_indel
     unit = st.sampled_from([0.0, 0.3, 0.9, 1.0])
     fields: dict[str, Any] = {}
     if rule in ("threshold", "joint_threshold"):

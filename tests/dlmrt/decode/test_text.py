@@ -270,6 +270,8 @@ def test_template_sources(tmp_path):
     ("messages", "named"),
     [
         ([], "at least one"),
+        ("hello", "give a list"),
+        (iter([{"role": "user", "content": "x"}]), "give a list"),
         ([{"role": "robot", "content": "x"}], "unknown role robot"),
         ([{"content": "x"}], "message 0 has no role"),
     ],

@@ -203,6 +203,15 @@ def test_residual_enters_where_the_config_says(make_config, make_params):
     assert np.abs(all_rows.forward(canvas, z, None) - mask_rows.forward(canvas, z, None)).max() > 0.01
 
 
+@pytest.mark.parametrize("shape", [(4, 31), (3, 32), (32,), (1, 4, 32)])
+def test_a_residual_of_another_shape_is_refused(make_config, make_params, shape):
+    config = make_config(diffusion={"residual": RESIDUAL})
+    denoiser = EagerDenoiser(make_params(config), config)
+    denoiser.extend(np.array([1, 2], dtype=np.int32))
+    with pytest.raises(UsageError, match=r"it must have \[4, 32\]"):
+        denoiser.forward(np.arange(4, dtype=np.int32), np.zeros(shape, dtype=np.float32), None)
+
+
 def test_residual_without_the_pathway_is_refused(make_config, make_params):
     config = make_config()
     denoiser = EagerDenoiser(make_params(config), config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import socket
@@ -153,20 +154,47 @@ def test_a_client_that_does_not_read_does_not_hold_the_engine(start):
     connection.close()
 
 
-def test_a_request_that_waits_too_long_is_refused_and_a_running_one_is_cut(start):
+def test_a_request_that_waits_too_long_is_refused(start):
     gate = Gate()
-    server = start(gate, request_timeout_s=0.5)
-    with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(server.post, CHAT, messages=user("x"), max_tokens=100)
+    server = start(gate)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(server.chat, "x", max_tokens=8)
         wait_until(lambda: gate.num_waiting == 1)
+        server.service.config = dataclasses.replace(server.service.config, request_timeout_s=0.2)
         status, headers, data = server.request("POST", CHAT, {"messages": user("x")})
         assert status == 503 and json.loads(data)["error"]["code"] == "timeout" and "retry-after" in headers
+        gate.open()
+        assert running.result(WAIT_S)["choices"][0]["message"]["content"] == "abcdefgh"
+
+
+def cut_answer(start, timeout_s: float, **fields) -> bytes | None:
+    """Body of an answer that its deadline cut after the first forward; None if the time was up before the engine."""
+    gate = Gate()
+    server = start(gate, request_timeout_s=timeout_s)
+    body = {"messages": user("x"), "max_tokens": 99, **fields}
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(server.request, "POST", CHAT, body)
+        wait_until(lambda: gate.num_waiting == 1 or asked.done())
+        if asked.done():
+            return None
         wait_until(lambda: server.service.slot.running.cut == "deadline")
         gate.open()
-        status, answer = running.result(WAIT_S)
-    assert status == 200 and answer["choices"][0]["finish_reason"] == "length"
-    assert answer["choices"][0]["message"]["content"] == "abcdefgh"
-    assert answer["usage"]["diffusion"]["end_reason"] == "deadline"
+        return asked.result(WAIT_S)[2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_running_answer_is_cut_at_its_deadline(start, stream):
+    """What is final is returned, with a finish reason. A busy machine needs a later deadline."""
+    data = next(filter(None, (cut_answer(start, timeout_s, stream=stream) for timeout_s in (0.3, 3, 20))))
+    if stream:
+        choices = [chunk["choices"][0] for chunk in events(data)[:-1]]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == "abcdefgh"
+        assert choices[-1]["finish_reason"] == "length"
+    else:
+        answer = json.loads(data)
+        assert answer["choices"][0]["message"]["content"] == "abcdefgh"
+        assert answer["choices"][0]["finish_reason"] == "length"
+        assert answer["usage"]["diffusion"]["end_reason"] == "deadline"
 
 
 def test_k51_slow_large_and_deep_bodies(start):

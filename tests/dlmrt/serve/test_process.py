@@ -66,15 +66,16 @@ def get(port: int, path: str) -> tuple[int, dict]:
 
 def test_k50_a_server_from_its_first_line_to_sigterm(tiny_model, spawn):
     """503 with the phase while loading, then answers; SIGTERM cuts the running one with a finish reason, status 0."""
+    client = openai.OpenAI(base_url="http://later", api_key="sesame", max_retries=0)  # takes a while to make
     child = spawn(
         tiny_model, "--port", 0, "--grace", 0.2, "--num-threads", 1, "--dllm-algorithm", "low_confidence_static",
-        DLMRT_TESTING="1", DLMRT_FAULT="slow_load=1,slow_step=0.01", DLMRT_API_KEY="sesame",
+        DLMRT_TESTING="1", DLMRT_FAULT="slow_load=3,slow_step=0.01", DLMRT_API_KEY="sesame",
     )  # fmt: skip
     line = json.loads(child.stdout.readline())
     assert (line["event"], line["model"]) == ("listening", "tiny") and line["url"] == f"http://127.0.0.1:{line['port']}"
     port = line["port"]
     assert get(port, "/health") == (503, {"status": "unavailable", "phase": "loading", "model": "tiny"})
-    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="sesame", max_retries=0)
+    client = client.with_options(base_url=f"{line['url']}/v1")
     with pytest.raises(openai.InternalServerError, match="loading"):
         client.chat.completions.create(model="tiny", messages=user("x"))
     wait_until(lambda: get(port, "/health")[0] == 200)
