@@ -7,11 +7,12 @@ PYTEST_ARGS ?= -n 2
 
 BIN := .venv/bin
 STAMPS := .venv/.stamps
+NATIVE := CMakeLists.txt $(shell find src/dlmrt/cpu -name CMakeLists.txt -o -name '*.[ch]pp')
 RECIPES := tiny_ar tiny_mask tiny_uniform
 
-WORD_PROBLEM := There are 22 students playing basketball and twice that number playing badminton. There are 15 boys \
-	and 12 girls playing table tennis. If each student only participates in one group, how many students are there in total?
-CHAIN := State the final answer to the following arithmetic problem: 12 + 35 - 7 + 21 =
+WORD_PROBLEM := A pie has 54 portions. If Elijah can eat 6 portions a day while James can eat 2 times as much, how many days \
+	will the pie last?
+CHAIN := State the final answer to the following arithmetic problem: 41 - 16 + 27 =
 
 .PHONY: setup demo test lint types unit train docs clean
 
@@ -24,11 +25,11 @@ $(STAMPS)/torch:
 	$(BIN)/python -m pip install --quiet $(TORCH)
 	@mkdir -p $(STAMPS) && touch $@
 
-$(STAMPS)/run: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/run: pyproject.toml $(NATIVE) $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet --editable .
 	@touch $@
 
-$(STAMPS)/dev: pyproject.toml $(STAMPS)/torch
+$(STAMPS)/dev: pyproject.toml $(NATIVE) $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(STAMPS)/run
 
