@@ -13,11 +13,11 @@
 #include <cstring>
 #include <ctime>
 #include <functional>
-#include <memory>
 #include <string>
 #include <vector>
 
 #include "dispatch.hpp"
+#include "memory.hpp"
 #include "pack.hpp"
 
 using namespace dlmrt::cpu;
@@ -41,12 +41,11 @@ double median(std::vector<double> v) {
 
 template <class T>
 struct Buffer {
-  std::unique_ptr<T, void (*)(void*)> memory;
-  explicit Buffer(int64_t n, int fill = 1)
-      : memory(static_cast<T*>(aligned_alloc(64, static_cast<size_t>(round_up(n * int64_t{sizeof(T)}, 64)))), free) {
-    std::memset(static_cast<void*>(memory.get()), fill, static_cast<size_t>(n) * sizeof(T));
+  AlignedBytes memory;
+  explicit Buffer(int64_t n) : memory(n * int64_t{sizeof(T)}) {
+    std::memset(memory.data(), 1, static_cast<size_t>(n) * sizeof(T));
   }
-  T* get() const { return memory.get(); }
+  T* get() const { return static_cast<T*>(memory.data()); }
 };
 
 // ---- peaks: twelve independent chains of one instruction

@@ -22,6 +22,7 @@ from peers import gguf_model, llama_command, llama_version
 from shapes import CACHE, CANVAS, CONTEXT, MAX_POSITIONS, SHAPES, checkpoint_of
 
 DTYPES = ("int8", "bfloat16", "nvfp4", "int4", "float32")
+MAIN = ("dlmrt int8", "dlmrt bfloat16")  # compared with every peer
 TORCH_MODES = ("eager", "compile", "autotune")
 LLAMA_KINDS = ("q4_k_m", "q8_0")
 PEER_STEPS = {"tiny": 30, "135m": 4, "270m": 4, "0.6b": 3}  # a turn; enough for a few tenths of a second
@@ -74,11 +75,10 @@ def request_of(name: str, shape: str) -> tuple[object, ...]:
 
 
 def checks_of(shape: str, turns: Mapping[str, Sequence[Turn]]) -> list[Check]:
-    """Ratios with targets, and those of every format to every peer without."""
+    """Ratios with targets, those of int8 and bfloat16 to every peer, and of all other formats to int8."""
     limits = {(subject, peer): limit for subject, peer, limit in LIMITS.get(shape, ())}
-    own = [name for name in turns if name.startswith("dlmrt")]
-    pairs = list(limits) + [(a, b) for a in own for b in turns if not b.startswith("dlmrt")]
-    pairs += [(name, own[0]) for name in own[1:]]
+    pairs = list(limits) + [(a, b) for a in MAIN for b in turns if not b.startswith("dlmrt")]
+    pairs += [(name, MAIN[0]) for name in turns if name.startswith("dlmrt") and name != MAIN[0]]
     return [
         ratio(shape, turns, subject, peer, limit=limits.get((subject, peer)))
         for subject, peer in dict.fromkeys(pairs) if subject in turns and peer in turns

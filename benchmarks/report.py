@@ -144,7 +144,7 @@ def _answer_row(name: str, told: Mapping[str, Any]) -> tuple[str, ...]:
 
 def read_results() -> list[Result]:
     """All results of this schema, by name."""
-    found = [json.loads(path.read_text(encoding="ascii")) for path in sorted(RESULTS.glob("*.json"))]
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(RESULTS.glob("*.json"))]
     return [result for result in found if result.get("schema") == SCHEMA]
 
 

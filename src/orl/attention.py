@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dlmrt.errors import UsageError
 from dlmrt.models.config import DiffusionConfig
 from orl.packing import CLEAN, PAD
 
@@ -37,6 +38,8 @@ def staircase(
     not_after = k(positions) <= q(positions)
     clean_context = not_after
     if diffusion is not None and diffusion.context_attention == "block_causal":
+        if diffusion.block_anchor != "position_zero":
+            raise UsageError("training knows block-causal attention on a grid from position 0 only; set block_anchor")
         block = positions // diffusion.canvas_length
         clean_context = k(block) <= q(block)
     same_canvas = (q(copy) == k(copy)) & (q(block_start) == k(block_start))

@@ -10,9 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig, RopeConfig
+
+# How long an example takes is the machine's business.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 DATA = Path(__file__).parents[1] / "data"
 # Larger reference checkpoints that the repository does not carry; tests that need them are skipped without.

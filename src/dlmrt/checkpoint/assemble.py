@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.checkpoint.formats import FLOATS, InputQuantizer, StoredWeight
-from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32, to_torch
+from dlmrt.checkpoint.tensorfile import StoredTensor, release, to_float32, to_torch
 from dlmrt.errors import CheckpointError, nearest
 from dlmrt.models.layers import Place, Rename, places
 
@@ -57,6 +57,11 @@ class Piece:
             return weight.parts["weight"]
         values = weight.parts["weight"].raw() if weight.format == "float" else weight.float32()
         return _in_memory(weight.name, self.dtype, self._cut(values if item is None else values[item]), _path(weight))
+
+    def release(self) -> None:
+        """Give the memory of the file's pages back."""
+        for tensor in self.weight.parts.values():
+            release(tensor)
 
     def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if self.part is None else np.split(values, self.part[1], axis=-2)[self.part[0]]
@@ -103,14 +108,17 @@ class ModelWeight:
         return _in_memory(self.name, dtype, values, first.path)
 
     def to_torch(self, dtype: torch.dtype) -> torch.Tensor:
-        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory."""
+        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory, mapped or copied."""
         import torch
 
         if not self.is_stacked:
-            return to_torch(self.pieces[0].stored()).to(dtype)
+            values = to_torch(self.pieces[0].stored()).to(dtype)
+            self.pieces[0].release()
+            return values
         values = torch.empty(self.shape, dtype=dtype)
         for index, piece in enumerate(self.pieces):
             values[index] = to_torch(piece.stored())
+            piece.release()
         return values
 
     def input_quantizers(self) -> list[InputQuantizer | None]:

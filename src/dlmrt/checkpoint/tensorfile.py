@@ -68,6 +68,19 @@ class StoredTensor:
         return np.frombuffer(self.data, dtype=DTYPES[_TAGS[self.dtype]][1]).reshape(self.shape)
 
 
+def release(tensor: StoredTensor) -> None:
+    """Give the memory of a tensor's mapped pages back; reading it again maps them anew.
+
+    Without this a loader holds the file twice, once mapped and once copied.
+    """
+    mapping = tensor.data.obj
+    if not isinstance(mapping, mmap.mmap) or not len(tensor.data) or not hasattr(mmap, "MADV_DONTNEED"):
+        return
+    base, start = (np.frombuffer(data, dtype=np.uint8).ctypes.data for data in (mapping, tensor.data))
+    begin = (start - base) // mmap.PAGESIZE * mmap.PAGESIZE
+    mapping.madvise(mmap.MADV_DONTNEED, begin, start - base + len(tensor.data) - begin)
+
+
 def to_float32(tensor: StoredTensor) -> npt.NDArray[np.float32]:
     """Copy a float32, float16 or bfloat16 tensor to float32; exact."""
     if tensor.dtype == "bfloat16":

@@ -246,7 +246,7 @@ class LoopRun:
         records = []
         for raw in self._ring.read(seconds):
             kind = int.from_bytes(raw[:4], "little")
-            records.append((RECORD_KINDS[kind], np.frombuffer(raw, dtype=self._types[kind], count=1)[0]))
+            records.append((RECORD_KINDS[kind], np.frombuffer(bytearray(raw), dtype=self._types[kind], count=1)[0]))
         return records
 
     def cancel(self) -> None:
@@ -305,6 +305,10 @@ def _diffusion(config: ModelConfig) -> DiffusionConfig:
         raise UsageError(
             f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
             "section to config.json"
+        )
+    if config.diffusion.context_attention == "block_causal" and config.diffusion.block_anchor == "prompt_end":
+        raise UnsupportedModelError(
+            "the cpu executor has no block-causal attention on a grid from the prompt's end; use executor 'eager'"
         )
     return config.diffusion
 

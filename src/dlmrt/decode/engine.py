@@ -271,7 +271,8 @@ class Engine:
         with self._slot():
             denoiser = self._open_denoiser()
             denoiser.reset()
-            prefill(denoiser, context_S, self._diffusion.canvas_length)
+            is_causal = self._diffusion.context_attention == "causal"
+            prefill(denoiser, context_S, self._diffusion.canvas_length, is_causal=is_causal)
             return denoiser.forward(canvas_L, residual, None)
 
     @contextmanager

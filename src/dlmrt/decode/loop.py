@@ -101,7 +101,9 @@ def decode(denoiser: Denoiser, request: LoopRequest) -> Generator[Event]:
     num_prompt = len(request.prompt_S)
     is_grid_at_zero = request.diffusion.block_anchor == "position_zero"
     start = num_prompt // length * length if is_grid_at_zero else num_prompt
-    yield PrefillEvent(forwards=prefill(denoiser, request.prompt_S[:start], length, request.cancel))
+    is_causal = request.diffusion.context_attention == "causal"
+    prompt_forwards = prefill(denoiser, request.prompt_S[:start], length, request.cancel, is_causal=is_causal)
+    yield PrefillEvent(forwards=prompt_forwards)
     pinned, block_idx, num_answer = request.prompt_S[start:], 0, 0
     end_reason: EndReason | None = None
     while end_reason is None:
@@ -123,16 +125,19 @@ def decode(denoiser: Denoiser, request: LoopRequest) -> Generator[Event]:
 
 
 def prefill(
-    denoiser: Denoiser, prompt_S: Int32, length: int, cancel: threading.Event | None = None
+    denoiser: Denoiser, prompt_S: Int32, length: int, cancel: threading.Event | None = None, *, is_causal: bool = True
 ) -> tuple[ForwardRecord, ...]:
-    """Extend the context by whole chunks; a chunk is a multiple of the block, as block-causal attention needs."""
+    """Extend the context chunk by chunk; where it is not causal, each chunk ends where a block does.
+
+    The grid then is that of the prompt's end, which is also the one of position 0 when only whole blocks are given.
+    """
     chunk, records = max(PREFILL_CHUNK // length * length, length), []
-    for begin in range(0, len(prompt_S), chunk):
-        if cancel is not None and cancel.is_set():
-            break
-        ids_S = prompt_S[begin : begin + chunk]
+    begin, size = 0, chunk if is_causal else chunk - (-len(prompt_S)) % length
+    while begin < len(prompt_S) and not (cancel is not None and cancel.is_set()):
+        ids_S = prompt_S[begin : begin + size]
         denoiser.extend(ids_S)
         records.append(ForwardRecord(kind="prefill", block_idx=-1, step=-1, num_rows=len(ids_S)))
+        begin, size = begin + size, chunk
     return tuple(records)
 
 

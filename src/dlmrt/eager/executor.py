@@ -62,6 +62,7 @@ class EagerDenoiser:
             self._table.new_empty(1, 0, layer.num_kv_heads, layer.head_dim) for layer in layers
         ]  # [1, C, G, H]
         self._values = list(self._keys)
+        self._grid = 0  # where a block starts, modulo its length
         self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
 
     @property
@@ -94,9 +95,13 @@ class EagerDenoiser:
         if not len(ids_S):
             return
         start = self.context_length
+        if not start and self.diffusion.block_anchor == "prompt_end":
+            self._grid = len(ids_S) % self.diffusion.canvas_length
         self._check_boundary(start)
         rows, keys = torch.arange(start, start + len(ids_S)), torch.arange(start + len(ids_S))
-        visible = self._per_layer(lambda window: context_visible(self.diffusion, rows, keys, window=window))
+        visible = self._per_layer(
+            lambda window: context_visible(self.diffusion, rows, keys, grid=self._grid, window=window)
+        )
         hidden = self._run(ids_S, visible, is_context=True)
         if self.diffusion.logit_shift:
             self._hidden = torch.cat((self._hidden, hidden), dim=1)
@@ -166,20 +171,22 @@ class EagerDenoiser:
 
     def _check_boundary(self, length: int) -> None:
         block = self.diffusion.canvas_length
-        if self.diffusion.context_attention == "block_causal" and length % block:
+        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
             raise UsageError(
                 f"the committed context would end at {length}, inside a block of {block} positions that see each "
                 "other; commit and truncate whole blocks"
             )
 
 
-def context_visible(diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor, *, window: int | None = None) -> Tensor:
-    """Bool [T, S]: which committed positions `keys_S` a committed position of `rows_T` sees; the grid starts at 0."""
+def context_visible(
+    diffusion: DiffusionConfig, rows_T: Tensor, keys_S: Tensor, *, grid: int = 0, window: int | None = None
+) -> Tensor:
+    """Bool [T, S]: which committed positions `keys_S` a committed position of `rows_T` sees; blocks start at `grid`."""
     if diffusion.context_attention == "causal" or diffusion.in_block_attention == "causal":
         visible = keys_S <= rows_T[:, None]
     else:
         block = diffusion.canvas_length
-        visible = keys_S // block <= (rows_T // block)[:, None]
+        visible = (keys_S - grid) // block <= ((rows_T - grid) // block)[:, None]
     return visible if window is None else visible & (keys_S > rows_T[:, None] - window)
 
 

@@ -178,7 +178,8 @@ _ROPE_KEYS: dict[str, set[str]] = {
 }  # fmt: skip
 
 # Recognised so that the refusal can say more than "unknown".
-_NOT_YET = ("LLaDAModelLM", "DreamModel", "NemotronLabsDiffusionModel", "SDARMoeForCausalLM")
+_NOT_YET = ("LLaDAModelLM", "DreamModel", "NemotronLabsDiffusionModel", "SDARMoeForCausalLM",
+            "Fast_dLLM_QwenForCausalLM")  # fmt: skip
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -376,8 +377,6 @@ def check_config(config: ModelConfig, source: str) -> None:
         )
     if diffusion.logit_shift not in (0, 1):
         raise CheckpointError(f"{source}: logit_shift {diffusion.logit_shift}; known: 0, 1")
-    if diffusion.context_attention == "block_causal" and diffusion.block_anchor == "prompt_end":
-        raise CheckpointError(f"{source}: context_attention block_causal needs block_anchor position_zero")
     _check_edit_ids(config, diffusion, source)
     mask = diffusion.mask_token_id
     if diffusion.noise == "mask":

@@ -94,5 +94,8 @@ def shown(value: Any) -> str:
     """`value` for a message: short, whatever a hostile file holds."""
     if isinstance(value, int) and abs(value) > 1 << 80:
         return "a huge number"
-    text = repr(value)
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a huge number, or lists without end, inside
+        return f"a {type(value).__name__}"
     return text if len(text) <= 60 else f"{text[:57]}..."

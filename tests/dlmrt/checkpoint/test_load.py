@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -301,3 +304,29 @@ def test_unknown_quantization_is_refused_by_name(saved):
     change_json(saved[0] / "config.json", quantization_config={"quant_method": "gptq"})
     with pytest.raises(UnsupportedModelError, match="gptq"):
         open_checkpoint(saved[0])
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+from dlmrt.checkpoint.load import load_params, open_checkpoint
+import torch
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+params = load_params(checkpoint)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+def test_loading_takes_the_memory_of_the_weights(tmp_path, make_config):
+    """The file is mapped, and mapped pages are given back once they are copied: it is never in memory twice."""
+    config = make_config(vocab_size=40_000, hidden_size=256, diffusion=None)
+    shapes = qwen3.tensor_shapes(config)
+    weights = {name: np.broadcast_to(np.float32(0.5), shape) for name, shape in shapes.items()}
+    save_checkpoint(tmp_path / "ck", config, weights, max_shard_bytes=45_000_000)
+    size = sum(path.stat().st_size for path in (tmp_path / "ck").iterdir())
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path / "ck")], env=os.environ, check=True, capture_output=True, text=True
+    )
+    assert size > 80e6
+    assert int(done.stdout) <= 1.15 * size

@@ -82,14 +82,15 @@ def test_streams_that_are_closed_or_full(tiny_model, redirection, status, stdout
 def test_json_is_valid_in_any_encoding_and_the_same_in_any_process(tiny_model, engine):
     """A character that stdout cannot hold is escaped; neither hash seed nor thread count changes a token."""
     variables = {"PYTHONIOENCODING": "ascii", "PYTHONHASHSEED": "7", "HF_HOME": "/tmp/\udcff"}
-    options = ["--json", "--temperature", "1", "--seed", "3", "--num-threads", "2", "--executor", "eager"]
+    options = ["--json", "--temperature", "1", "--seed", "3", "--num-threads", "2", "--max-tokens", "8"]
+    options += ["--executor", "eager"]
     done = subprocess.run(
         [sys.executable, "-m", "dlmrt", "generate", tiny_model, "hello", *options],
         env={**os.environ, "PYTHONPATH": str(SRC), **variables}, stdin=subprocess.DEVNULL, capture_output=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    expected = engine.generate([{"role": "user", "content": "hello"}], temperature=1, seed=3)
+    expected = engine.generate([{"role": "user", "content": "hello"}], temperature=1, seed=3, max_tokens=8)
     document = json.loads(done.stdout.decode("ascii"))
     assert (document["token_ids"], document["text"]) == (list(expected.token_ids), expected.text)
     assert not expected.text.isascii()

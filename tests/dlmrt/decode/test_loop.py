@@ -338,3 +338,13 @@ def test_pad_right_of_the_stop_token_is_neither_shown_nor_counted() -> None:
     result = engine.generate("x", record=True)
     assert result.text == "ok" and result.usage.completion_tokens == 3
     assert result.record.blocks[0].tolist() == [*encode_bytes("ok"), END, *[END_OF_TEXT] * 5]
+
+
+@pytest.mark.parametrize("num_prompt", [1, 7, 8, 511, 512, 513, 1100])
+def test_chunks_of_a_block_causal_prompt_end_where_blocks_do(num_prompt: int) -> None:
+    """dLLM's A2D counts blocks from the prompt's end, so what the grid leaves over comes first."""
+    config = tiny_config(diffusion={"context_attention": "block_causal"}, max_position_embeddings=2048)
+    denoiser = ScriptedDenoiser(answering([END]))
+    loop_events(denoiser, config, [65] * num_prompt)
+    ends = np.cumsum([len(ids) for ids in denoiser.extended])
+    assert ends[-1] == num_prompt and ((ends - num_prompt) % 8 == 0).all()

@@ -246,3 +246,24 @@ def test_load_denoiser_dtypes(data):
         load_denoiser(checkpoint, dtype="float23")
     with pytest.raises(UsageError, match="num_threads"):
         load_denoiser(checkpoint, num_threads=0)
+
+
+def test_grid_from_the_prompts_end_equals_the_reference(data):
+    """dLLM's A2D: blocks are counted from the prompt's end; whatever the chunks of the prefill."""
+    folder = data / "qwen3_bd_tiny"
+    expected = read_tensors(folder / "expected.safetensors")
+    checkpoint = open_checkpoint(folder)
+    diffusion = dataclasses.replace(checkpoint.config.diffusion, canvas_length=8, block_anchor="prompt_end")
+    denoiser = EagerDenoiser(load_params(checkpoint), dataclasses.replace(checkpoint.config, diffusion=diffusion))
+    ids = expected["input_ids"].raw().astype(np.int32)
+    wanted = to_float32(expected["fwd.block_causal_from_prompt_end.B8.P29.logits"])
+    for chunks in ((29,), (5, 8, 16), (13, 16), (21, 8)):
+        denoiser.reset()
+        for end in np.cumsum(chunks):
+            denoiser.extend(ids[denoiser.context_length : end])
+        for start in (29, 37):
+            got = denoiser.forward(ids[start : start + 8], None, None)
+            assert np.abs(got - wanted[start : start + 8]).max() <= 1e-4
+            denoiser.extend(ids[start : start + 8])
+        with pytest.raises(UsageError, match="inside a block"):
+            denoiser.truncate(30)

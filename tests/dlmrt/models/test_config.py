@@ -91,7 +91,7 @@ def test_mask_id_that_is_another_token_is_refused(changes, named):
         ({"diffusion__canvas_lenght": 4}, "did you mean 'canvas_length'"),
         ({"diffusion__logit_shift": 2}, "logit_shift"),
         ({"diffusion__noise": "white"}, "noise"),
-        ({"diffusion__context_attention": "block_causal"}, "position_zero"),
+        ({"diffusion__context_attention": "backwards"}, "context_attention"),
         ({"diffusion__residual__kind": "gated_mlp"}, "intermediate_size"),
         ({"diffusion__residual__knd": "none"}, "did you mean 'kind'"),
         ({"rope_scaling": {"rope_type": "linear"}}, "factor"),

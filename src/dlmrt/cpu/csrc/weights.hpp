@@ -2,33 +2,13 @@
 //
 // Source: ours; layouts in kernels/args.hpp.
 #pragma once
-#include <cstdlib>
-#include <memory>
-#include <new>
 #include <vector>
 
+#include "kernels/memory.hpp"
 #include "kernels/pack.hpp"
 #include "kernels/pool.hpp"
 
 namespace dlmrt::cpu {
-
-constexpr size_t kAlignment = 64;
-
-// Bytes on a cache line boundary; freed with their owner.
-class AlignedBytes {
- public:
-  explicit AlignedBytes(int64_t size)
-      : data_(std::aligned_alloc(kAlignment, static_cast<size_t>(round_up(size > 0 ? size : 1, int64_t{kAlignment})))) {
-    if (!data_) throw std::bad_alloc();
-  }
-  void* data() const { return data_.get(); }
-
- private:
-  struct Free {
-    void operator()(void* p) const { std::free(p); }
-  };
-  std::unique_ptr<void, Free> data_;
-};
 
 class PackedWeight {
  public:

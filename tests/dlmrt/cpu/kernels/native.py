@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes as C
 import fcntl
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 Array = npt.NDArray[Any]
 
@@ -31,6 +33,10 @@ F32, BF16, INT8, NVFP4, INT4 = range(5)
 HEAD_TILE, MAX_TOP = 128, 8
 BANNED_LOGIT = np.float32(-1e30)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
+
+
+if not (shutil.which("cmake") and shutil.which("ninja") and (shutil.which("c++") or shutil.which("g++"))):
+    pytest.skip("the kernel tests need cmake, ninja and a C++ compiler", allow_module_level=True)
 
 
 @lru_cache

@@ -33,8 +33,11 @@ struct AttentionTile {
     const int64_t steps = width() / kCell, stride = steps * kStepBytes;
     typename D::Acc acc[MR][NV];
     clear<D>(acc);
-    multiply<D>(q + r * kCellBytes, steps, acc,
-                [=](int j, int64_t s) { return D::load_b(keys + j * stride + s * kStepBytes); });
+    multiply<D>(q + r * kCellBytes, steps, acc, [=](int j, int64_t s) {
+      const uint8_t* p = keys + j * stride + s * kStepBytes;
+      prefetch(p + NV * stride);  // each panel begins a page of memory, where no hardware looks ahead
+      return D::load_b(p);
+    });
     for (int i = 0; i < MR; i++)
       for (int j = 0; j < NV; j++) store(out + (r + i) * t.chunk + j * kPanel, acc[i][j]);
   }
@@ -98,7 +101,11 @@ struct AttentionTile {
       const uint8_t* b = kv_plane(t.cache, begin + p, head, true) + panel * stride + slot / kCell * kStepBytes;
       const uint8_t* a = weights + p / kCell * (kRowGroup * kCellBytes) + r * kCellBytes;
       const int64_t steps = left / kCell;
-      multiply<D>(a, steps, acc, [=](int j, int64_t s) { return D::load_b(b + j * stride + s * kStepBytes); });
+      multiply<D>(a, steps, acc, [=](int j, int64_t s) {
+        const uint8_t* q = b + j * stride + s * kStepBytes;
+        prefetch(q + NV * stride);
+        return D::load_b(q);
+      });
       if constexpr (kCell == 2)
         if (left % 2)
           multiply<D>(a + steps * (kRowGroup * kCellBytes), 1, acc,
