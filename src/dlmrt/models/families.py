@@ -51,8 +51,12 @@ class Family(Protocol):
 
 
 _FAMILIES = {
+    "A2DQwen2LMHeadModel": qwen3,
+    "A2DQwen3LMHeadModel": qwen3,
     "DiffusionGemmaForBlockDiffusion": diffusion_gemma,
+    "Fast_dLLM_QwenForCausalLM": qwen3,
     "LLaDA2MoeModelLM": llada2,
+    "Qwen2ForCausalLM": qwen3,
     "Qwen3ForCausalLM": qwen3,
     "SDARForCausalLM": qwen3,
 }
