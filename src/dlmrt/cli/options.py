@@ -59,6 +59,9 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", "--model-path", help="Model: name, folder or hub id; instead of MODEL.")
 ]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+AdapterOption = Annotated[
+    Path | None, typer.Option("--adapter", help="Folder of a residual adapter that was trained on this model.")
+]
 ExecutorOption = Annotated[
     str | None, typer.Option("--executor", help="Who runs the denoising loop. [default: DLMRT_EXECUTOR or auto]")
 ]

@@ -16,11 +16,12 @@ from collections.abc import Mapping
 
 from dlmrt.models import layers
 from dlmrt.models.config import ModelConfig
-from dlmrt.models.layers import ADAPTER, has_residual
+from dlmrt.models.layers import ADAPTER, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED",
+    "adapter_shapes", "forward",
     "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
@@ -61,7 +62,7 @@ def tensor_shapes(config: ModelConfig) -> layers.Shapes:
             }
         else:
             shapes |= {p + "self_attn.q_norm.weight": (h,), p + "self_attn.k_norm.weight": (h,)}
-    return shapes | layers.adapter_shapes(config)
+    return shapes | adapter_shapes(config)
 
 
 def forward(
