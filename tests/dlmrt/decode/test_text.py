@@ -220,11 +220,11 @@ def test_control_tokens_in_roles_and_options(codec):
     cutting = TextCodec(byte_tokenizer(), template="{{ messages[0].content[:3] }}")
     for content in ("<|mask|>", "abcd"):
         assert cutting.decode(cutting.encode_messages([{"role": "user", "content": content}])) == content[:3]
-    mangling = TextCodec(byte_tokenizer(), template="{{ (messages[0].content | tojson)[:6] }}")
+    mangling = TextCodec(byte_tokenizer(), template="{{ (messages[0].content | tojson)[:-3] }}")
     with pytest.raises(UsageError, match="transforms it"):
         mangling.encode_messages([{"role": "user", "content": '"<|mask|>'}])
     ids = mangling.encode_messages([{"role": "user", "content": '"abcd'}])
-    assert mangling.decode(ids) == '"\\"abc'
+    assert mangling.decode(ids) == '"\\"ab'
 
 
 def test_special_tokens_that_swallow_spaces(tmp_path):
