@@ -23,7 +23,7 @@ def test_ratio_of_sums_and_mean_of_ratios_are_both_given():
 
 
 def test_tokens_per_second_counts_whole_requests():
-    """K62: a canvas may arrive as one chunk, so no rate is taken from the time between chunks; there is no such rate."""
+    """K62: a canvas may arrive as one chunk, so no rate comes from the time between chunks."""
     told = tps_e2e([answer(30, 1, 0, seconds=0.1), answer(10, 1, 0, seconds=0.1)])
     assert told["run"] == pytest.approx(40 / 0.2)
     assert told["median"] == pytest.approx(200)
