@@ -23,7 +23,7 @@ import numpy.typing as npt
 from dlmrt.checkpoint.load import Checkpoint
 from dlmrt.cpu import _native
 from dlmrt.cpu.programs import NativeProgram, ProgramStore
-from dlmrt.cpu.weights import Params, kept_formats, params_of
+from dlmrt.cpu.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models import qwen3
@@ -291,7 +291,7 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     if dtype == "auto":
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CpuDenoiser(
-        params_of(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
+        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
         isa=Environment.read().cpu_isa, formats=replace(FORMATS[dtype], named=kept),
     )  # fmt: skip
 
