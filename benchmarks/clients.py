@@ -23,9 +23,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from soak import start_server
-
 from orl.tasks import get_task
+from soak import start_server
 
 TASK = "dlmrt_word_problems"
 MAX_TOKENS = 192
