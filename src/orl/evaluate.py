@@ -198,6 +198,25 @@ def _distribution(values: npt.NDArray[np.float64]) -> dict[str, float]:
     return {"mean": float(values.mean()), "p10": float(p10), "median": float(median), "p90": float(p90)}
 
 
+def matched_tpf(points: Sequence[tuple[float, float]], accuracy: float) -> float | None:
+    """Largest tokens per forward at `accuracy` or more, None where no point reaches it.
+
+    Between two points every mixture can be had (some prompts under one setting, the others under the other), so the
+    curve is their piecewise linear upper hull.
+
+    Args:
+        points: (accuracy, tokens per forward) of one model under several settings.
+    """
+    reaching = [point for point in points if point[0] >= accuracy]
+    found = [tpf for _, tpf in reaching]
+    for high, tpf_high in reaching:
+        for low, tpf_low in points:
+            if low < accuracy:
+                share = (accuracy - low) / (high - low)
+                found.append(share * tpf_high + (1 - share) * tpf_low)
+    return max(found, default=None)
+
+
 def wilson_interval(passed: int, num: int, z: float = 1.959964) -> tuple[float, float]:
     """Wilson score interval of a proportion; (0, 1) without trials."""
     if num == 0:
