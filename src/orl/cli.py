@@ -1,4 +1,4 @@
-"""The `orl` command: tasks, pretrain, evaluate, frontier, compare.
+"""The `orl` command: tasks, pretrain, train, evaluate, frontier, compare.
 
 Data goes to stdout, progress and notices to stderr; one-line errors and exit codes as `dlmrt`. Heavy imports live
 inside the verbs, so that `orl --help` is quick.
@@ -117,6 +117,43 @@ def pretrain(
                     on_progress=bar.update,
                     stop_after_s=stop_after,
                 )
+        except KeyboardInterrupt:
+            if not quiet:
+                typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)
+            raise
+        typer.echo(model)
+
+
+@app.command()
+def train(
+    recipe: Annotated[Path, typer.Argument(help="TOML file, e.g. recipes/orl_tiny.toml.")],
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Folder of the run, resumed if it exists. [default: runs/NAME-OF-RECIPE]")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Override, e.g. --set loss.aec_weight=0; may be repeated.")
+    ] = None,
+    stop_after: Annotated[
+        float | None, typer.Option(min=0, help="Save and stop after this many seconds; call again to go on.")
+    ] = None,
+    quiet: QuietOption = False,
+    debug: DebugOption = False,
+) -> None:
+    """Train by On-Policy Residual Learning: the model learns from its own verified answers to decode in fewer steps.
+
+    Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill.
+    """
+    with guarded(debug):
+        from orl.progress import UpdateBar
+        from orl.recipe import load_recipe
+        from orl.train import train as run
+        from orl.train_recipe import TrainRecipe
+
+        resolved = load_recipe(recipe, TrainRecipe, set_ or [])
+        folder = run_dir or Path("runs") / recipe.stem
+        try:
+            with UpdateBar(resolved.optim.updates, enabled=not quiet and sys.stderr.isatty()) as bar:
+                model = run(resolved, folder, on_progress=bar.update, stop_after_s=stop_after)
         except KeyboardInterrupt:
             if not quiet:
                 typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)

@@ -40,6 +40,14 @@ class DivergedError(OrlError, ArithmeticError):
     """Too many training steps in a row gave no usable gradient."""
 
 
+class NothingVerifiedError(OrlError, ArithmeticError):
+    """No answer of an update was kept, so there is nothing to train on."""
+
+
+class StaleRolloutError(OrlError, RuntimeError):
+    """Trajectories were made by other weights than those being trained."""
+
+
 class UnknownTaskError(OrlError, UnknownOptionError):
     """A task was asked for by a name that is not registered."""
 

@@ -145,6 +145,13 @@ def _best(allowed_RK: npt.NDArray[np.bool_], first_RK: Float, second_RK: Float) 
     return np.asarray(np.argmax(np.where(ties, second_RK, -np.inf), axis=1))
 
 
+def matched_tpf(points: Sequence[tuple[float, float]], accuracy: float) -> float | None:
+    """F(accuracy) of a curve of (accuracy, tokens per forward); None where it does not reach that."""
+    accuracies, tpfs = (np.array([column], dtype=np.float64) for column in zip(*points, strict=True))
+    found = matched(Curves(accuracy_RK=accuracies, tpf_RK=tpfs, speed_RK=tpfs), np.array([accuracy]))
+    return float(found.tpf_R[0]) or None
+
+
 def floor_of(curves: Curves, tolerance: float) -> Float:
     """a* of a baseline in each resample; NaN where it verifies nothing, which no one can match."""
     best = curves.accuracy_RK.max(axis=1)

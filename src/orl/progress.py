@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 if TYPE_CHECKING:
     from orl.pretrain import Progress as TrainingProgress
+    from orl.train import UpdateProgress
 
 
 class CountBar:
@@ -53,6 +54,21 @@ class TrainingBar(CountBar):
         minutes = progress.seconds_left / 60
         note = f"loss {progress.loss:.4f}  {progress.rows_per_s:,.0f} rows/s  {minutes:.0f} min of training left"
         self._progress.update(self._task, completed=progress.step, note=note)
+
+
+class UpdateBar(CountBar):
+    """Updates, loss, verified rate, tokens per forward and time left of On-Policy Residual Learning."""
+
+    def __init__(self, num_updates: int, *, enabled: bool) -> None:
+        super().__init__(num_updates, "train", enabled=enabled)
+
+    def update(self, progress: UpdateProgress) -> None:
+        """Show the newest report."""
+        note = f"loss {progress.loss:.4f}"
+        if progress.verified_rate is not None:
+            note += f"  verified {progress.verified_rate:.3f}  tpf {progress.tpf_total:.2f}"
+        note += f"  {progress.seconds_left / 60:.0f} min left"
+        self._progress.update(self._task, completed=progress.update, note=note)
 
 
 def settings_table(report: dict[str, Any]) -> str:

@@ -15,7 +15,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orl.errors import ReportError
-from orl.frontier import Curves, Sweep, compare, floor_of, frontier_report, interval, matched, pareto, resample, verdict
+from orl.frontier import (
+    Curves,
+    Sweep,
+    compare,
+    floor_of,
+    frontier_report,
+    interval,
+    matched,
+    matched_tpf,
+    pareto,
+    resample,
+    verdict,
+)
 from orl.pretrain import pretrain
 
 
@@ -55,6 +67,8 @@ def test_a_curve_that_never_gets_there_has_nothing_and_one_that_stays_above_ends
     assert crossing(0.95, (0.9, 2.0), (0.8, 4.0)) == (0.0, False)
     assert crossing(0.7, (0.9, 2.0), (0.8, 4.0)) == (4.0, True)
     assert crossing(math.nan, (0.9, 2.0)) == (0.0, False)
+    assert matched_tpf([(0.9, 2.0), (0.8, 4.0)], 0.95) is None
+    assert matched_tpf([(0.9, 2.0), (0.8, 4.0)], 0.85) == pytest.approx(3.0)
 
 
 def test_a_baseline_that_verifies_nothing_sets_no_level():

@@ -17,7 +17,8 @@ class Pool:
     @property
     def size(self) -> int: ...
 
-class PackedWeight: ...
+class PackedWeight:
+    def assign(self, pool: Pool, sources: list[Source]) -> None: ...
 
 # (dtype, address, rows, elements between rows, address of scales, address of block scales, global scale)
 Source = tuple[int, int, int, int, int, int, float]

@@ -69,6 +69,7 @@ class ProgramStore:
         self._params: Params | None = params
         self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}
+        self._origins: dict[tuple[str, str, str], tuple[Buffer, ...]] = {}  # tensors that a weight was made of
         self._context: dict[str, Bytes] = {}
         self._rope: tuple[Bytes, Bytes] = (aligned(0), aligned(0))
         self._arena = aligned(0)
@@ -91,6 +92,16 @@ class ProgramStore:
     def release_params(self) -> None:
         """Weights are packed: forget where they came from."""
         self._params = None
+
+    def assign(self, params: Params) -> None:
+        """Write other values of the same shapes into the weights that bound programs point to; none may be running."""
+        self._params = params
+        for key, weight in self._packed.items():
+            tensors = [_contiguous(self._param(tensor.name)) for tensor in self._origins[key]]
+            weight.assign(self._pool, [_source(tensor) for tensor in tensors])
+        for key, memory in self._tables.items():
+            self._fill(memory, *self._origins[key])
+        self.release_params()
 
     def reserve(self, positions: int, kept: int) -> None:
         """Make room for `positions` in the context, keeping the first `kept`."""
@@ -119,6 +130,7 @@ class ProgramStore:
         for buffer in lowered.program.buffers():
             if buffer.kind != "weight" or self._has(buffer):
                 continue
+            self._origins[_key(buffer)] = lowered.sources.get(buffer, (buffer,))
             if buffer in lowered.sources:
                 self._packed[_key(buffer)] = self._pack(buffer, lowered.sources[buffer])
             else:
@@ -141,15 +153,18 @@ class ProgramStore:
 
     def _copy(self, buffer: Buffer) -> Bytes:
         """A tensor kept in rows: norms and the embedding table."""
+        memory = aligned(buffer.num_bytes)
+        self._fill(memory, buffer)
+        return memory
+
+    def _fill(self, memory: Bytes, buffer: Buffer) -> None:
         values = self._param(buffer.name)
         assert not isinstance(values, Quantized), f"{buffer.name} is read by rows"
-        memory = aligned(buffer.num_bytes)
         if buffer.dtype == "bfloat16":
             bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
             memory.view(np.uint16)[:] = bits.reshape(-1)
         else:
             memory.view(np.float32)[:] = to_float32(values).reshape(-1)
-        return memory
 
     def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
         program = lowered.program

@@ -31,10 +31,15 @@ Source source_of(nb::handle item) {
   return s;
 }
 
-std::shared_ptr<PackedWeight> pack_weight(Pool& pool, const nb::list& sources, int dtype, int group, int64_t n,
-                                          int64_t k) {
+std::vector<Source> sources_of(const nb::list& sources) {
   std::vector<Source> list;
   for (nb::handle item : sources) list.push_back(source_of(item));
+  return list;
+}
+
+std::shared_ptr<PackedWeight> pack_weight(Pool& pool, const nb::list& sources, int dtype, int group, int64_t n,
+                                          int64_t k) {
+  const std::vector<Source> list = sources_of(sources);
   const nb::gil_scoped_release release;
   return std::make_shared<PackedWeight>(pool, list, static_cast<DType>(dtype), group, n, k);
 }
@@ -90,7 +95,12 @@ NB_MODULE(_native, m) {
   m.attr("GUMBEL_KEY_BYTES") = static_cast<int>(sizeof(GumbelKey));
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>()).def_prop_ro("size", &Pool::size);
-  nb::class_<PackedWeight>(m, "PackedWeight");
+  nb::class_<PackedWeight>(m, "PackedWeight")
+      .def("assign", [](PackedWeight& weight, Pool& pool, const nb::list& sources) {
+        const std::vector<Source> list = sources_of(sources);
+        const nb::gil_scoped_release release;
+        weight.assign(pool, list);
+      });
   m.def("pack_weight", &pack_weight);
   nb::class_<Ring>(m, "Ring")
       .def(nb::init<int, int64_t>())

@@ -25,8 +25,13 @@ class PackedWeight {
         view_{dtype, group, n, k, panels_.data(), nullptr, nullptr} {
     if (scale_bytes(dtype)) view_.column_scale = static_cast<float*>(scales_.data());
     if (sum_bytes(dtype)) view_.column_sum = static_cast<int32_t*>(sums_.data());
+    assign(pool, sources);
+  }
+
+  // Packs other values of the same shape into the memory that programs already point to; none may be running.
+  void assign(Pool& pool, const std::vector<Source>& sources) {
     const auto lock = pool.hold();
-    pool.split(num_panels(n), 1,
+    pool.split(num_panels(view_.n), 1,
                [&](Range panels, int) { pack(sources.data(), static_cast<int>(sources.size()), view_, panels); });
   }
 
