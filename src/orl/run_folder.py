@@ -125,7 +125,7 @@ class RunFolder:
             return tensors, extra
         if folders:
             raise RunFolderError(f"no state in {self.states} can be read; remove the folder to start the run again")
-        self._cut_metrics(0)
+        self._cut_metrics(-1)
         return None
 
     def _complete(self) -> list[Path]:

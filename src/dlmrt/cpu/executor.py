@@ -80,6 +80,11 @@ class CpuDenoiser:
         """Forget the committed context."""
         self._length = self._grid = 0
 
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""
+        self.reset()
+        self._store.assign(params)
+
     @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""

@@ -51,11 +51,6 @@ class Stacked:
     def __getitem__(self, index: int) -> Matrix:
         return _quantized(self.weight.pieces[index].weight) if self.is_kept else _floats(self.weight.item(index))
 
-    def release(self, index: int) -> None:
-        """Give the memory of the file's pages back."""
-        if self.weight.is_stacked:
-            self.weight.pieces[index].release()
-
 
 Param = Matrix | Stacked
 Params = Mapping[str, Param]
