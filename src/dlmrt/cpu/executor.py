@@ -139,7 +139,8 @@ class CpuDenoiser:
             where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
 
         Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
         """
         start, length = self._length, len(canvas_L)
         self._check_shift(start)
@@ -234,7 +235,7 @@ class CpuDenoiser:
             raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
 
     def _check_shift(self, num_committed: int) -> None:
-        if self.diffusion.logit_shift and not num_committed:
+        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )

@@ -271,7 +271,8 @@ class Shift : public Op {
         width_(f.integer("width")) {}
   void run(const Context&) override {
     const size_t row = static_cast<size_t>(width_) * sizeof(float);
-    std::memcpy(y_, cache_ + (*context_ - 1) * width_, row);
+    // Slot 0 of the whole sequence has no row before it: it is the prompt's, so what it reads is not used.
+    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : hidden_, row);
     if (rows_() > 1) std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
   }
 
