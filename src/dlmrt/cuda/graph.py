@@ -87,7 +87,7 @@ class LoopGraph:
         self._driver, self._on_stream, self._launch = driver, on_stream, launch
         self._streams: list[Any] = []  # ours; they live as long as the executable, libraries keep workspaces a stream
         self._capturing: list[Any] = []  # innermost last
-        self._root: Any = None
+        self._ended: Any = None  # graph of the capture that ended last
         self._image = ctypes.create_string_buffer(SET_CONDITION)
         module = self._check(driver.cuModuleLoadData(ctypes.addressof(self._image)))
         self._set_condition = self._check(driver.cuModuleGetFunction(module, b"set_condition"))
@@ -101,11 +101,9 @@ class LoopGraph:
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
         with self._on_stream(int(stream)):
             self._check(driver.cuStreamBeginCapture(stream, mode))
-            self._root, _ = self._capture_state(stream)
             with self._ending_capture(stream):
                 self._record(steps)
         self.graph = self._ended
-        self._check_nodes(self.graph)
         self._executable = self._check(driver.cuGraphInstantiate(self.graph, 0))
 
     def launch(self, stream: int) -> None:
@@ -166,6 +164,7 @@ class LoopGraph:
         finally:
             self._capturing.pop()
         self._ended = self._check(self._driver.cuStreamEndCapture(stream))
+        self._check_nodes(self._ended)
 
     def _capture_state(self, stream: Any) -> tuple[Any, list[Any]]:
         """Graph that `stream` is capturing into, and the nodes that its next one depends on."""
