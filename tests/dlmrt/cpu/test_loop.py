@@ -11,7 +11,7 @@ import pytest
 from pairs import draw_params, fast, make_cpu, make_eager, request_for, slow, with_adapter
 
 from dlmrt.decode.loop import BlockEvent, PrefillEvent, StepEvent
-from dlmrt.errors import NonFiniteError, UsageError
+from dlmrt.errors import NonFiniteError
 from dlmrt.testing import END, tiny_config
 
 RULES = {
