@@ -112,6 +112,7 @@ class RequestRecord:
     forwards: tuple[ForwardRecord, ...]
     num_blocks: int
     num_cached_prompt_tokens: int  # prompt tokens whose keys and values were reused
+    graphs: bool = False  # whether captured CUDA graphs ran the forwards
     settings: Mapping[str, Any]  # in effect for this request, every default resolved
     prompt_token_ids: tuple[int, ...]
     states: tuple[StepState, ...] = ()  # only with record=True
@@ -235,3 +236,11 @@ class Denoiser(Protocol):
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+
+
+@runtime_checkable
+class Assignable(Protocol):
+    """A denoiser whose weights can be replaced between two requests, as training does after every update."""
+
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""

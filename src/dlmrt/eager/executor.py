@@ -65,6 +65,13 @@ class EagerDenoiser:
         self._grid = 0  # where a block starts, modulo its length
         self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
 
+    @torch.inference_mode()
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""
+        self.reset()
+        for name, values in params.items():
+            self._params[name].copy_(torch.from_numpy(values))
+
     @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""
