@@ -3,8 +3,8 @@
 Values do not matter for speed; shapes, formats and vocabulary do. All have the Qwen3 backbone, so that one file serves
 every runtime: the diffusion model of dlmrt, and the auto-regressive model of the same tensors in its peers.
 
-Source: ours; sizes of SmolLM2-135M, Gemma-3-270M and Qwen3-0.6B from their public configuration files; 1.4b is nobody's,
-2.9 GB for benchmarks of loading.
+Source: ours; sizes of SmolLM2-135M, Gemma-3-270M and Qwen3-0.6B from their public configuration files; 1.4b is
+nobody's, 2.9 GB for benchmarks of loading.
 """
 
 from __future__ import annotations
