@@ -2,7 +2,8 @@
 
 A matrix that the file holds in NVFP4 or INT8 keeps its codes and scales: nothing is dequantised and quantised again.
 Formats without a kernel (FP8, INT4 with zero points), and matrices that are to be fused with one of another format, are
-dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores.
+dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores. Experts are
+read one at a time.
 
 Source: ours; formats as in dlmrt.checkpoint.formats, layouts in csrc/kernels/pack.hpp.
 """
@@ -37,18 +38,31 @@ class Quantized:
     multiplier: float = 1.0  # nvfp4: scale of the whole matrix
 
 
-Param = npt.NDArray[np.generic] | Quantized  # an array is float32, or uint16 with the bits of bfloat16
+Matrix = npt.NDArray[np.generic] | Quantized  # an array is float32, or uint16 with the bits of bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """The matrices of all experts, each read when it is asked for."""
+
+    weight: ModelWeight
+    is_kept: bool  # in codes
+
+    def __getitem__(self, index: int) -> Matrix:
+        return _quantized(self.weight.pieces[index].weight) if self.is_kept else _floats(self.weight.item(index))
+
+
+Param = Matrix | Stacked
 Params = Mapping[str, Param]
 
 
 def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
     """Name -> format of the matrices that can stay as they are stored."""
-    formats = {name: stored.format for name, weight in weights.items() if (stored := _whole(weight)) is not None}
-    kept: dict[str, str] = {name: kind for name, kind in formats.items() if kind in KEPT}
-    for name in list(kept):
-        if any(kept.get(other) != kept[name] for other in _fused_with(name)):
-            del kept[name]
-    return kept
+    formats = {name: kind for name, weight in weights.items() if (kind := _format(weight)) in KEPT}
+    return {
+        name: kind for name, kind in formats.items()
+        if all(formats.get(other) == kind for other in _fused_with(name) if other in weights)
+    }  # fmt: skip
 
 
 class FileParams(Mapping[str, Param]):
@@ -61,10 +75,10 @@ class FileParams(Mapping[str, Param]):
         self._weights, self._kept = weights, kept
 
     def __getitem__(self, name: str) -> Param:
-        stored = _whole(self._weights[name])
-        if name in self._kept and stored is not None:
-            return _quantized(stored)
-        return _floats(self._weights[name].stored())
+        weight, is_kept = self._weights[name], name in self._kept
+        if len(weight.shape) > 2:
+            return Stacked(weight=weight, is_kept=is_kept)
+        return _quantized(weight.pieces[0].weight) if is_kept else _floats(weight.stored())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)
@@ -73,16 +87,19 @@ class FileParams(Mapping[str, Param]):
         return len(self._weights)
 
 
-def _whole(weight: ModelWeight) -> StoredWeight | None:
-    """The one stored matrix that is the tensor, if it is made of one."""
-    piece = weight.pieces[0]
-    return piece.weight if len(weight.pieces) == 1 and piece.index is None and piece.part is None else None
+def _format(weight: ModelWeight) -> str | None:
+    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
+    pieces = weight.pieces
+    formats = {piece.weight.format for piece in pieces}
+    is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
+    return formats.pop() if is_whole and len(formats) == 1 else None
 
 
 def _fused_with(name: str) -> list[str]:
     """Names of the matrices that are multiplied together with `name`, itself included."""
-    module, _, last = name.removesuffix(".weight").rpartition(".")
-    return [f"{module}.{other}.weight" for group in _FUSED if last in group for other in group]
+    stem = name.removesuffix(".weight")
+    module, _, last = stem.rpartition(".")
+    return [f"{module}.{other}{name[len(stem) :]}" for group in _FUSED if last in group for other in group]
 
 
 def _floats(tensor: StoredTensor) -> npt.NDArray[np.generic]:
