@@ -107,9 +107,7 @@ class Parts:
             assert (describe_rope(rope), head_dim) not in self._ropes, "two rotary embeddings of one description"
             self._ropes[describe_rope(rope), head_dim] = Rope(rotary_dim=2 * half, cos=cos, sin=sin)
 
-    def _mlp(
-        self, cells: Cells, node: Kernel, rows: Dim, out: Buffer, *, accumulate: int
-    ) -> None:
+    def _mlp(self, cells: Cells, node: Kernel, rows: Dim, out: Buffer, *, accumulate: int) -> None:
         inputs, op = node.inputs, gate_op(node)
         weight, down = self._pack(inputs["gate"], inputs["up"]), self._pack(inputs["down"])
         width = maximum(inputs["gate"].shape[0])
