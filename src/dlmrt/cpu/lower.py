@@ -186,12 +186,14 @@ class _Lowering(Experts):
         )  # fmt: skip
 
     def _lower_window_start(self, node: Kernel) -> None:
-        first = node.outputs["first"]
-        self._emit("window_start", first.shape[0], node.inputs, node.outputs, **node.attributes)
+        first = self._plain_of(node.outputs["first"])
+        self._emit("window_start", first.shape[0], node.inputs, {"first": first}, **node.attributes)
 
     def _lower_attention(self, node: Kernel) -> None:
         cache, y, q = self._pages(node.inputs["cache"]), node.outputs["y"], node.inputs["q"]
         operands = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+        if "first" in node.inputs:
+            operands["first"] = self._plain_of(node.inputs["first"])
         self._emit(
             "attention", y.shape[0], dict(node.inputs) | operands,
             {"y": self._new_rows(y)}, chunk=ATTENTION_CHUNK, **self._cache_attributes(cache, q),

@@ -90,6 +90,7 @@ class Parts:
         self._forms = Forms()
         self._nodes: list[Node] = []
         self._num_scratch = 0
+        self._plain: dict[Buffer, Buffer] = {}  # values of one form: their scratch under a name of this program
         self._uses: dict[Buffer, list[tuple[Kernel, str]]] = {}
         for node in walk(program.body):
             if isinstance(node, Kernel):
@@ -141,6 +142,12 @@ class Parts:
         rows = uses[0][0].outputs["y"] if is_output else self._scratch("float32", value.shape)
         self._forms.rows[value] = rows
         return rows
+
+    def _plain_of(self, value: Buffer) -> Buffer:
+        """Scratch of a value that has one form, such as a choice of experts."""
+        if value not in self._plain:
+            self._plain[value] = self._scratch(value.dtype, value.shape)
+        return self._plain[value]
 
     def _capped(self, value: Buffer) -> Buffer:
         """What a soft cap makes of `value` in place, or `value` where there is none."""
