@@ -23,7 +23,7 @@ import numpy.typing as npt
 from dlmrt.checkpoint.load import Checkpoint
 from dlmrt.cpu import _native
 from dlmrt.cpu.programs import NativeProgram, ProgramStore
-from dlmrt.cpu.weights import Params, kept_formats, params_of
+from dlmrt.cpu.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
@@ -80,6 +80,11 @@ class CpuDenoiser:
         """Forget the committed context."""
         self._length = self._grid = 0
 
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""
+        self.reset()
+        self._store.assign(params)
+
     @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""
@@ -134,7 +139,8 @@ class CpuDenoiser:
             where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
 
         Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
         """
         start, length = self._length, len(canvas_L)
         self._check_shift(start)
@@ -229,7 +235,7 @@ class CpuDenoiser:
             raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
 
     def _check_shift(self, num_committed: int) -> None:
-        if self.diffusion.logit_shift and not num_committed:
+        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )
@@ -305,7 +311,7 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     if dtype == "auto":
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CpuDenoiser(
-        params_of(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
+        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
         isa=Environment.read().cpu_isa, formats=replace(FORMATS[dtype], named=kept),
     )  # fmt: skip
 

@@ -70,6 +70,7 @@ class ProgramStore:
         self._params: Params | None = params
         self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}
+        self._origins: dict[tuple[str, str, str], tuple[Buffer, ...]] = {}  # tensors that a weight was made of
         self._context: dict[str, Bytes] = {}
         self._ropes: dict[str, Bytes] = {}
         self._arena = aligned(0)
@@ -92,6 +93,15 @@ class ProgramStore:
     def release_params(self) -> None:
         """Weights are packed: forget where they came from."""
         self._params = None
+
+    def assign(self, params: Params) -> None:
+        """Write other values of the same shapes into the weights that bound programs point to; none may be running."""
+        self._params = params
+        for key, weight in self._packed.items():
+            self._fill_packed(weight, self._origins[key])
+        for key, memory in self._tables.items():
+            self._fill(memory, *self._origins[key])
+        self.release_params()
 
     def reserve(self, positions: int, kept: int) -> None:
         """Make room for `positions` in the context, keeping the first `kept`."""
@@ -122,6 +132,7 @@ class ProgramStore:
         for buffer in lowered.program.buffers():
             if buffer.kind != "weight" or self._has(buffer):
                 continue
+            self._origins[_key(buffer)] = lowered.sources.get(buffer, (buffer,))
             if buffer in lowered.sources:
                 self._packed[_key(buffer)] = self._pack(buffer, lowered.sources[buffer])
             else:
@@ -138,30 +149,33 @@ class ProgramStore:
         return self._params[family.EMBEDDING if is_tied else name]
 
     def _pack(self, buffer: Buffer, tensors: tuple[Buffer, ...]) -> _native.PackedWeight:
-        """Experts are read one after the other, so that no more than one is in memory beside the packed ones."""
         *stack, n, k = map(maximum, buffer.shape)
-        (count,) = stack or (1,)
-        weight = _native.empty_weight(DTYPES[buffer.dtype], group_of(buffer.dtype), n, k, count)
+        weight = _native.empty_weight(DTYPES[buffer.dtype], group_of(buffer.dtype), n, k, *stack or (1,))
+        self._fill_packed(weight, tensors)
+        return weight
+
+    def _fill_packed(self, weight: _native.PackedWeight, tensors: tuple[Buffer, ...]) -> None:
+        """Experts are read one after the other, so that no more than one is in memory beside the packed ones."""
         params = [self._param(tensor.name) for tensor in tensors]
-        for index in range(count):
+        *stack, _, _ = map(maximum, tensors[0].shape)
+        for index in range(*stack or (1,)):
             matrices = [_contiguous(_matrix(param, index, bool(stack))) for param in params]
             _native.fill_weight(weight, self._pool, index, [_source(matrix) for matrix in matrices])
-            for param in params:
-                if isinstance(param, Stacked):
-                    param.release(index)
-        return weight
 
     def _copy(self, buffer: Buffer) -> Bytes:
         """A tensor kept in rows: norms and the embedding table."""
+        memory = aligned(buffer.num_bytes)
+        self._fill(memory, buffer)
+        return memory
+
+    def _fill(self, memory: Bytes, buffer: Buffer) -> None:
         values = self._param(buffer.name)
         assert isinstance(values, np.ndarray), f"{buffer.name} is read by rows"
-        memory = aligned(buffer.num_bytes)
         if buffer.dtype == "bfloat16":
             bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
             memory.view(np.uint16)[:] = bits.reshape(-1)
         else:
             memory.view(np.float32)[:] = to_float32(values).reshape(-1)
-        return memory
 
     def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
         program = lowered.program

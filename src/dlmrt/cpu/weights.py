@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as the native packer takes them: mapped from the file where it can, quantised ones as stored.
+"""Weights of a checkpoint as the native packer takes them: read when it asks for one, quantised ones as stored.
 
 A matrix that the file holds in NVFP4 or INT8 keeps its codes and scales: nothing is dequantised and quantised again.
 Formats without a kernel (FP8, INT4 with zero points), and matrices that are to be fused with one of another format, are
@@ -10,7 +10,7 @@ Source: ours; formats as in dlmrt.checkpoint.formats, layouts in csrc/kernels/pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,6 @@ class Stacked:
     def __getitem__(self, index: int) -> Matrix:
         return _quantized(self.weight.pieces[index].weight) if self.is_kept else _floats(self.weight.item(index))
 
-    def release(self, index: int) -> None:
-        """Give the memory of the file's pages back."""
-        if self.weight.is_stacked:
-            self.weight.pieces[index].release()
-
 
 Param = Matrix | Stacked
 Params = Mapping[str, Param]
@@ -70,19 +65,26 @@ def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def params_of(weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> dict[str, Param]:
-    """Every tensor, those of `kept` in codes.
+class FileParams(Mapping[str, Param]):
+    """Every tensor of a checkpoint, those of `kept` in codes; read anew at each access and held by nobody.
 
-    Raises:
-        CheckpointError: a block scale is NaN or negative.
+    An access raises CheckpointError when a block scale is NaN or negative, or the file was changed.
     """
-    params: dict[str, Param] = {}
-    for name, weight in weights.items():
+
+    def __init__(self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> None:
+        self._weights, self._kept = weights, kept
+
+    def __getitem__(self, name: str) -> Param:
+        weight, is_kept = self._weights[name], name in self._kept
         if len(weight.shape) > 2:
-            params[name] = Stacked(weight=weight, is_kept=name in kept)
-        else:
-            params[name] = _quantized(weight.pieces[0].weight) if name in kept else _floats(weight.stored())
-    return params
+            return Stacked(weight=weight, is_kept=is_kept)
+        return _quantized(weight.pieces[0].weight) if is_kept else _floats(weight.stored())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
 def _format(weight: ModelWeight) -> str | None:
@@ -112,14 +114,12 @@ def _quantized(stored: StoredWeight) -> Quantized:
         return Quantized(
             format="int8", shape=(rows, columns), codes=parts["weight"], row_scales=np.ascontiguousarray(scales[:, 0])
         )
-    is_divisor = stored.dialect == "compressed-tensors"
-    shared = np.float32(parts["weight_global_scale" if is_divisor else "weight_scale_2"].reshape(()))
     block_scales = np.ascontiguousarray(parts["weight_scale"])
     if (block_scales > 0x7E).any():
         path = stored.parts["weight_scale"].path
         raise CheckpointError(f"{path}: {stored.name} has a block scale that is NaN or negative; download it again")
-    codes = parts["weight_packed" if is_divisor else "weight"]
+    codes = parts["weight_packed" if "weight_packed" in parts else "weight"]
     return Quantized(
         format="nvfp4", shape=(rows, columns), codes=np.ascontiguousarray(codes), block_scales=block_scales,
-        multiplier=float(np.float32(1) / shared if is_divisor else shared),
+        multiplier=float(stored.nvfp4_multiplier()),
     )  # fmt: skip
