@@ -27,7 +27,8 @@ INT4_GROUP = 128
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4": 4}  # DType of kernels/args.hpp
 OPERANDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "nvfp4": "int8", "int4": "int8"}
 _GROUPS = {"nvfp4": 16, "int4": INT4_GROUP}
-_MATRIX_INPUTS = {"linear", "qkv", "qkv_biased", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}  # operations that multiply `x`
+# Operations that multiply their `x` by a matrix.
+_MATRIX_INPUTS = {"linear", "qkv", "qkv_biased", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}
 
 
 def group_of(dtype: str) -> int:

@@ -257,16 +257,16 @@ def median_error(denoiser, exact, rng):
     ("dgemma_tiny", "int8", "compressed-tensors"),
 ])  # fmt: skip
 def test_quantised_experts_keep_their_codes(oracle, tmp_path, rng, source, format, dialect):
-    from dlmrt.checkpoint.quantize import save_quantized
-    from dlmrt.cpu.weights import Stacked, kept_formats, params_of
+    from dlmrt.checkpoint.convert import convert_checkpoint
+    from dlmrt.cpu.weights import FileParams, Stacked, kept_formats
 
     original = open_checkpoint(oracle(source, **CHANGES.get(source, {})))
-    save_quantized(tmp_path / "model", original, format=format, dialect=dialect)
+    convert_checkpoint(tmp_path / "model", original, format=format, dialect=dialect)
     checkpoint = open_checkpoint(tmp_path / "model")
     weights = checkpoint.weights()
     kept = kept_formats(weights)
     assert set(kept.values()) == {format} and all(".experts." in name for name in kept)
-    stack = params_of(weights, kept)[next(iter(kept))]
+    stack = FileParams(weights, kept)[next(iter(kept))]
     assert isinstance(stack, Stacked) and stack[0].format == format
     exact = make_eager(checkpoint.config, load_numpy(checkpoint))
     denoiser = load_denoiser(checkpoint, num_threads=1)

@@ -39,7 +39,9 @@ MODELS = {
     "mask": {},
     "mask_shift": {"diffusion": {"logit_shift": 1}},
     "mask_grid_blocks": {"diffusion": {"context_attention": "block_causal", "block_anchor": "position_zero"}},
-    "mask_prompt_blocks": {"diffusion": {"context_attention": "block_causal"}},
+    "mask_prompt_blocks_biased": {
+        "architecture": "A2DQwen2LMHeadModel", "has_qkv_bias": True, "diffusion": {"context_attention": "block_causal"},
+    },
     "mask_grid_causal": {"diffusion": {"block_anchor": "position_zero", "in_block_attention": "causal"}},
     "mask_residual": {"residual": with_adapter()},
     "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
