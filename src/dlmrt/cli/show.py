@@ -106,7 +106,6 @@ def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     }
     if diffusion:
         from dlmrt.decode.settings import resolve
-
         from dlmrt.program.loop import RULE_SCALARS
 
         report["decode_defaults"] = resolve(DecodeConfig(), config, checkpoint.generation).as_dict()
