@@ -117,6 +117,31 @@ class Scale : public Op {
   ScaleArgs args_;
 };
 
+// Three runs of columns side by side, each with its own bias.
+class AddBias : public Op {
+ public:
+  explicit AddBias(const Fields& f)
+      : rows_(f),
+        x_(f.get<float>("x")),
+        bias_{f.get<float>("bq"), f.get<float>("bk"), f.get<float>("bv")},
+        width_{f.integer("width_bq"), f.integer("width_bk"), f.integer("width_bv")} {}
+  void run(const Context& c) override {
+    c.pool.split(rows_(), kRowGroup, [&](Range r, int) {
+      for (int64_t m = r.begin; m < r.end; m++) {
+        float* x = x_ + m * (width_[0] + width_[1] + width_[2]);
+        for (int part = 0; part < 3; x += width_[part++])
+          for (int64_t n = 0; n < width_[part]; n++) x[n] += bias_[part][n];
+      }
+    });
+  }
+
+ private:
+  Count rows_;
+  float* x_;
+  const float* bias_[3];
+  int64_t width_[3];
+};
+
 class SoftCap : public Op {
  public:
   explicit SoftCap(const Fields& f)
@@ -171,8 +196,8 @@ class QkNormRopeStore : public Op {
     const int32_t kv = args_.is_v_from_k ? 1 : 2;
     args_.ld = (args_.num_heads + kv * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
     args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim"));
-    args_.q_norm = f.get<float>("q_norm");
-    args_.k_norm = f.get<float>("k_norm");
+    args_.q_norm = f.find<float>("q_norm");
+    args_.k_norm = f.find<float>("k_norm");
     args_.eps = static_cast<float>(f.number("eps"));
     args_.cos = f.get<float>("cos");
     args_.sin = f.get<float>("sin");
@@ -307,6 +332,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "quantize_rows") return std::make_unique<QuantizeRows>(f);
   if (f.op == "linear") return std::make_unique<Linear>(f);
   if (f.op == "silu_mul" || f.op == "gelu_mul") return std::make_unique<GatedProduct>(f);
+  if (f.op == "add_bias") return std::make_unique<AddBias>(f);
   if (f.op == "scale") return std::make_unique<Scale>(f);
   if (f.op == "soft_cap") return std::make_unique<SoftCap>(f);
   if (f.op == "window_start") return std::make_unique<WindowStart>(f);
