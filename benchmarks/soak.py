@@ -60,10 +60,11 @@ class Server:
         """The JSON of a GET."""
         return json.loads(self.request("GET", path)[2])
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a metric over its labels, or over those that contain `label`."""
         lines = self.request("GET", "/metrics")[2].decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        mine = (line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
 
     def resident_bytes(self) -> float:
         """Memory of the server, from the kernel where it is ours; its own metric is coarser."""
@@ -161,8 +162,12 @@ class Load:
         return self._verdict(int(head.split()[1]), stream_text(lines), expected)
 
     def _leave(self, client: int, draw: random.Random, expected: str) -> str:
+        """Some while they wait or are prepared, some when their stream has begun."""
         connection = self.server.open(self.body(client, stream=draw.random() < 0.7))
-        time.sleep(draw.random() * 0.2)
+        if draw.random() < 0.5:
+            time.sleep(draw.random() * 0.2)
+        else:
+            connection.recv(256)
         connection.close()
         return "done"
 
@@ -259,6 +264,7 @@ def main() -> int:
         began = time.monotonic()
         load.run(clients=options.clients, rounds=options.rounds, seed=options.seed)
         load_s = time.monotonic() - began
+        num_cut = server.metric("dlmrt:request_success_total", 'finished_reason="abort"')
         print(f"load    {dict(sorted(load.counts.items()))} in {load_s:.1f} s", file=sys.stderr)
         memory = measure_memory(load, options.requests) if options.requests else None
         print(f"memory  {memory}", file=sys.stderr)
@@ -281,6 +287,7 @@ def main() -> int:
         "seed": options.seed,
         "load": dict(sorted(load.counts.items())),
         "load_s": load_s,
+        "cut_while_running": num_cut,
         "memory": memory,
         "cancel": cancel,
         "ok": load.is_right and is_flat and is_prompt,
