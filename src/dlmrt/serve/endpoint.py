@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from dlmrt.decode.engine import StreamEvent
@@ -44,6 +44,7 @@ class CompletionsEndpoint:
         body: dict[str, Any] = {}
         try:
             self._service.authorise(headers.get("authorization"))
+            _check_page(headers)
             body = await read_json(receive, headers, self._service.config.body)
             call = parse_call(
                 body, self._endpoint, ignore_unknown=self._service.config.ignore_unknown_fields
@@ -156,6 +157,17 @@ class CompletionsEndpoint:
             logger.error("request failed: %s: %s", type(error).__name__, error, exc_info=error)
         with contextlib.suppress(ClientGone):
             await outlet.fail(problem)
+
+
+def _check_page(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another origin may send without asking: it cannot send JSON unless it is allowed to.
+
+    Raises:
+        ApiError: 415.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in headers and kind != "application/json":
+        raise ApiError(415, f"a page may not send {kind or 'a body without a type'}; send application/json")
 
 
 class _Outlet:

@@ -328,6 +328,13 @@ def test_pages_of_other_origins_may_call_only_when_allowed(start):
     assert "access-control-allow-origin" not in closed.request("OPTIONS", CHAT, headers=preflight)[1]
     status, headers, _ = opened.request("OPTIONS", CHAT, headers=preflight)
     assert (status, headers["access-control-allow-origin"]) == (200, "http://a.example")
+    for kind, status in (
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("application/json; charset=utf-8", 200),
+    ):
+        headers = {"origin": "http://b.example", "content-type": kind}  # what needs no preflight is refused
+        assert closed.request("POST", CHAT, {"messages": user("x")}, headers)[0] == status
     stranger = {**preflight, "origin": "http://b.example"}
     assert "access-control-allow-origin" not in opened.request("OPTIONS", CHAT, headers=stranger)[1]
 
