@@ -91,7 +91,7 @@ class CompletionsEndpoint:
     async def _stream(self, reply: Reply, outlet: _Outlet) -> None:
         async for choice, event in self._events(reply):
             if event is None:  # silence
-                await outlet.comment()
+                await outlet.keep_alive()
                 continue
             if not choice.has_begun:
                 await outlet.events(reply.head(choice))
@@ -190,9 +190,9 @@ class _Outlet:
         if data:
             await self._write(data)
 
-    async def comment(self) -> None:
-        """Keeps proxies from giving up; clients ignore it."""
-        await self._write(b": working\n\n")
+    async def keep_alive(self) -> None:
+        """Keeps proxies from giving up: empty lines, since some clients take a comment for a part of the next event."""
+        await self._write(b"\n\n")
 
     async def done(self) -> None:
         """The end of a stream."""
