@@ -31,6 +31,7 @@ def generate(
     *,
     model: options.ModelOption = None,
     revision: options.RevisionOption = None,
+    adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -52,7 +53,13 @@ def generate(
         raise UsageError("--system has no place in a --raw prompt; write it into the prompt, or drop --raw")
     name, text = model_and_prompt(first, second, model)
     config = options.decode_config(decode_file, decode)
-    source: dict[str, Any] = {"executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision}
+    source: dict[str, Any] = {
+        "executor": executor,
+        "dtype": dtype,
+        "num_threads": num_threads,
+        "revision": revision,
+        "adapter": adapter,
+    }
     if text is None and context.info_name == "run" and sys.stdin.isatty() and not (raw or json_output or show_timings):
         talk(load(name, environment, **source), config, system=system, plain=False, quiet=quiet)
         return
