@@ -63,21 +63,27 @@ def forward(
     *, z: Tensor | None = None, where: Tensor | None = None, is_context: bool = False,
 ) -> Tensor:  # fmt: skip
     """Final hidden states [T, D] of rows `ids` [T] at `positions` [T]; see `dlmrt.models.families.Family`."""
-    eps = config.rms_norm_eps
     x = layers.mix_residual(ops, params, config, ops.embed(params[EMBEDDING], ids), z, where)
     for layer_idx in range(config.num_layers):
-        p = f"model.layers.{layer_idx}."
-        h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
-        q, k, v = ops.qkv(
-            h, params[p + "self_attn.q_proj.weight"], params[p + "self_attn.k_proj.weight"],
-            params[p + "self_attn.v_proj.weight"], params[p + "self_attn.q_norm.weight"],
-            params[p + "self_attn.k_norm.weight"], positions, head_dim=config.head_dim, rope=config.rope, eps=eps,
-        )  # fmt: skip
-        x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "self_attn.o_proj.weight"]))
-        h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
-        mlp = [params[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")]
-        x = ops.add(x, ops.gated_mlp(h, *mlp))
-    return ops.rms_norm(x, params[FINAL_NORM], eps=eps)
+        x = layers.run_layer(_layer, ops, params, config, layer_idx, x, positions, attend)
+    return ops.rms_norm(x, params[FINAL_NORM], eps=config.rms_norm_eps)
+
+
+def _layer(
+    ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, layer_idx: int, x: Tensor, positions: Tensor,
+    attend: Attend,
+) -> Tensor:  # fmt: skip
+    eps, p = config.rms_norm_eps, f"model.layers.{layer_idx}."
+    h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
+    q, k, v = ops.qkv(
+        h, params[p + "self_attn.q_proj.weight"], params[p + "self_attn.k_proj.weight"],
+        params[p + "self_attn.v_proj.weight"], params[p + "self_attn.q_norm.weight"],
+        params[p + "self_attn.k_norm.weight"], positions, head_dim=config.head_dim, rope=config.rope, eps=eps,
+    )  # fmt: skip
+    x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "self_attn.o_proj.weight"]))
+    h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
+    mlp = [params[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    return ops.add(x, ops.gated_mlp(h, *mlp))
 
 
 def head(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, hidden: Tensor) -> Tensor:
