@@ -29,12 +29,13 @@ from dlmrt.types import DecodeConfig
 Command = TypeVar("Command", bound=Callable[..., None])
 
 HELP = {
-    "commit_rule": "The rule: threshold, joint_threshold, joint_threshold_indel, entropy_bound or steps.",
+    "commit_rule": "The rule: threshold, joint_threshold, joint_threshold_indel, entropy_bound, steps or sub_blocks.",
     "canvas_length": "Positions denoised together, where the checkpoint allows another length than its own.",
     "threshold": "Commit a position when its confidence is above this; 0 to 1.",
     "edit_threshold": "joint_threshold changes a committed position when the new confidence is above this; 0: always.",
     "max_post_edit_steps": "Edit rounds after the last position of a block was decided.",
     "min_commit": "Positions that a step commits at the least.",
+    "sub_block_length": "sub_blocks decides so many positions of a block before any to their right.",
     "max_denoising_steps": "Denoising steps a block at the most.",
     "entropy_bound": "Cumulative entropy that one step may accept, in nats.",
     "t_min": "Temperature of entropy_bound at the last step.",
@@ -58,6 +59,9 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", "--model-path", help="Model: name, folder or hub id; instead of MODEL.")
 ]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+AdapterOption = Annotated[
+    Path | None, typer.Option("--adapter", help="Folder of a residual adapter that was trained on this model.")
+]
 ExecutorOption = Annotated[
     str | None, typer.Option("--executor", help="Who runs the denoising loop. [default: DLMRT_EXECUTOR or auto]")
 ]

@@ -223,6 +223,14 @@ class Recorder:
             self.call("qkv", operands, dims={"H": head_dim}, attributes={"eps": eps, "rope": describe_rope(rope)})
         )
 
+    def qkv_biased(
+        self, x: Buffer, wq: Buffer, wk: Buffer, wv: Buffer, bq: Buffer, bk: Buffer, bv: Buffer, positions: Buffer,
+        *, head_dim: int, rope: RopeConfig,
+    ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
+        """See `Ops.qkv_biased`."""
+        operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "bq": bq, "bk": bk, "bv": bv, "positions": positions}
+        return _qkv(self.call("qkv_biased", operands, dims={"H": head_dim}, attributes={"rope": describe_rope(rope)}))
+
     def qkv_packed(
         self, x: Buffer, weight: Buffer, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
         *, num_heads: int, head_dim: int, rope: RopeConfig, eps: float,

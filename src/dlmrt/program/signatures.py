@@ -31,6 +31,10 @@ MODEL_OPS = {
         "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv?:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] "
         "positions:int32[T] -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
     ),
+    "qkv_biased": (
+        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv:weight[G*H,D] bq:weight[N*H] bk:weight[G*H] bv:weight[G*H] "
+        "positions:int32[T] -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
+    ),
     "qkv_packed": (
         "x:act[T,D] weight:weight[P,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T] -> q:act[T,N,H] "
         "k:act[T,G,H] v:act[T,G,H]"
