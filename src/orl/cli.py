@@ -99,15 +99,18 @@ def pretrain(
 ) -> None:
     """Pre-train a small model, or convert a checkpoint (run.init).
 
-    Prints the checkpoint's folder. Ctrl-C saves the run; the same command goes on, also after a kill.
+    Prints the checkpoint's folder. Ctrl-C saves the run; the same command goes on, also after a kill. Several
+    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl pretrain RECIPE.
     """
     with guarded(debug):
         from orl.pretrain import pretrain as run
         from orl.progress import TrainingBar
+        from orl.ranks import is_main_process
         from orl.recipe import PretrainRecipe, load_recipe
 
         resolved = load_recipe(recipe, PretrainRecipe, set_ or [])
         folder = run_dir or Path("runs") / recipe.stem
+        quiet = quiet or not is_main_process()
         try:
             with TrainingBar(resolved.optim.steps, enabled=not quiet and sys.stderr.isatty()) as bar:
                 model = run(
@@ -121,7 +124,8 @@ def pretrain(
             if not quiet:
                 typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)
             raise
-        typer.echo(model)
+        if is_main_process():
+            typer.echo(model)
 
 
 @app.command()
@@ -141,16 +145,19 @@ def train(
 ) -> None:
     """Train by On-Policy Residual Learning: the model learns from its own verified answers to decode in fewer steps.
 
-    Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill.
+    Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill. Several
+    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl pretrain RECIPE.
     """
     with guarded(debug):
         from orl.progress import UpdateBar
+        from orl.ranks import is_main_process
         from orl.recipe import load_recipe
         from orl.train import train as run
         from orl.train_recipe import TrainRecipe
 
         resolved = load_recipe(recipe, TrainRecipe, set_ or [])
         folder = run_dir or Path("runs") / recipe.stem
+        quiet = quiet or not is_main_process()
         try:
             with UpdateBar(resolved.optim.updates, enabled=not quiet and sys.stderr.isatty()) as bar:
                 model = run(resolved, folder, on_progress=bar.update, stop_after_s=stop_after)
@@ -158,7 +165,8 @@ def train(
             if not quiet:
                 typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)
             raise
-        typer.echo(model)
+        if is_main_process():
+            typer.echo(model)
 
 
 def _held_out_evaluation(recipe: PretrainRecipe) -> Callable[[Path], dict[str, Any]]:

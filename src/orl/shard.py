@@ -2,8 +2,8 @@
 
 `ShardedParams` holds what `torch.distributed.fsdp.fully_shard` needs, a tree of modules: one a layer and a root with
 everything else. `run(fn)` calls ``fn(params)`` inside the root's forward; the family's loop over layers goes through
-`run_layer`, hence through the layer's module, so a layer's tensors are gathered before it runs, freed after it, gathered
-again in backward, and its gradients are reduced as soon as they exist. Nothing in model or loss code knows of it.
+`run_layer`, hence through the layer's module, so a layer's tensors are gathered before it runs, freed after it,
+gathered again in backward, and its gradients are reduced as soon as they exist. Nothing in model or loss code knows.
 
 Gradients are *summed* over processes, not averaged: losses are normalised over the whole step before it is dealt, so k
 processes give what one gives. Collectives must match, so every process runs `run` equally often.
@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from dlmrt.models.layers import LayerFunction
@@ -54,35 +54,35 @@ class ShardedParams(Mapping[str, Tensor]):
         self.root = _Tensors(
             {name: params[name] for name, number in numbers.items() if number is None}, trained, checkpoint_it=False
         )
-        self.layers = nn.ModuleList(
+        self._layers = [
             _Tensors(
                 {name: params[name] for name, number in numbers.items() if number == idx}, trained,
                 checkpoint_it=checkpoint_layers,
             )
             for idx in range(num_layers)
-        )  # fmt: skip
-        self.root.layers = self.layers
-        self._of = {name: self.root if (n := numbers[name]) is None else self.layers[n] for name in params}
+        ]  # fmt: skip
+        self.root.add_module("layers", nn.ModuleList(self._layers))
+        self._of = {name: self.root if (n := numbers[name]) is None else self._layers[n] for name in params}
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
             self._shard()
 
     def _shard(self) -> None:
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
-        for module in (*self.layers, self.root):
+        for module in (*self._layers, self.root):
             fully_shard(module)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
 
     def run(self, fn: Callable[[Mapping[str, Tensor]], T]) -> T:
-        """``fn(params)`` with the tensors outside of layers gathered; tensors it returns may be back-propagated from."""
-        return self.root(lambda _: fn(self), None)
+        """``fn(params)`` with the tensors outside of layers gathered; what it returns may be back-propagated from."""
+        return cast(T, self.root(lambda _: fn(self), None))
 
     def run_layer(self, layer_idx: int, layer: LayerFunction, x: Tensor) -> Tensor:
         """See `dlmrt.models.layers.LayeredParams`."""
-        module = self.layers[layer_idx]
-        return module(lambda x: layer(self._view(module.tensors()), x), x)
+        module = self._layers[layer_idx]
+        return cast(Tensor, module(lambda x: layer(self._view(module.tensors()), x), x))
 
     def __getitem__(self, name: str) -> Tensor:
         module = self._of[name]
@@ -102,9 +102,7 @@ class ShardedParams(Mapping[str, Tensor]):
 class _Tensors(nn.Module):
     """Some parameters by name; forward calls a function with them present."""
 
-    def __init__(
-        self, params: Mapping[str, Tensor], trained: Callable[[str], bool], *, checkpoint_it: bool
-    ) -> None:
+    def __init__(self, params: Mapping[str, Tensor], trained: Callable[[str], bool], *, checkpoint_it: bool) -> None:
         super().__init__()
         self._checkpoint_it = checkpoint_it
         self._keys = {name: name.replace(".", "/") for name in params}  # a parameter's name holds no dot
@@ -113,17 +111,22 @@ class _Tensors(nn.Module):
 
     def parameter(self, name: str) -> nn.Parameter:
         """The parameter `name`: whole between gather and release, else a shard."""
-        return getattr(self, self._keys[name])
+        return self.get_parameter(self._keys[name])
 
     def tensors(self) -> dict[str, Tensor]:
         """All of them as they are now."""
         return {name: self.parameter(name) for name in self._keys}
 
-    def forward(self, fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    def forward(self, fn: Callable[[Any], Any], x: Any) -> Any:
         """``fn(x)``; again in backward if activations are not kept."""
         if self._checkpoint_it and torch.is_grad_enabled():
             return checkpoint(fn, x, use_reentrant=False)
         return fn(x)
+
+
+def run_with(params: Mapping[str, Tensor], fn: Callable[[Mapping[str, Tensor]], T]) -> T:
+    """``fn(params)``, by `ShardedParams.run` where they are such."""
+    return params.run(fn) if isinstance(params, ShardedParams) else fn(params)
 
 
 def _layer_of(name: str) -> int | None:
@@ -134,3 +137,10 @@ def _layer_of(name: str) -> int | None:
 def whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor that may be sharded; every process must ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
+    """This process's part of a whole tensor of the shape of `like`, as that is sharded; others are as they were."""
+    if not isinstance(like, DTensor) or tensor.shape != like.shape:
+        return tensor
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
