@@ -138,6 +138,12 @@ def test_flex_attention_and_the_cpu_path_equal_the_dense_mask(context: str):
 
 
 INTERPRETED = """
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def patch_with_index(tensor, scope):  # bounds of range are arrays of one number; numpy 2.4 makes no int of them
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patch_with_index
 import torch
 from test_kernels import RAGGED, diffusion, layout_of, mask_of, outputs
 from dlmrt.ops.eager import scaled_dot_product
