@@ -21,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -161,7 +162,7 @@ class ReplayBatch:
         """Slots with a loss, flat over all states."""
         length, states = self.diffusion.canvas_length, self.states
 
-        def flat(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+        def flat(rows: list[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.concatenate(rows)).to(dtype)[used]
 
         open_, gated, anchored = (
@@ -230,7 +231,9 @@ def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, with_resi
         ops, params, config, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions)), attend,
         z=z, where=where,
     )  # fmt: skip
-    return qwen3.head(ops, params, config, hidden[torch.from_numpy(np.concatenate(predicted_by))[batch.used]])
+    rows_R = torch.from_numpy(np.concatenate(predicted_by))[batch.used]
+    logits: Tensor = qwen3.head(ops, params, config, hidden[rows_R])
+    return logits
 
 
 def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor:
@@ -249,7 +252,8 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             hidden = qwen3.forward(ops, params, config, ids, positions, ops.MaskedAttention(visible), z=z, where=where)
             rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
             found.append(hidden[rows])
-    return qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+    logits: Tensor = qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+    return logits
 
 
 def _residual(

@@ -34,7 +34,6 @@ from dlmrt.checkpoint.load import load_params, open_checkpoint
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.sampling import banned_ids
-from dlmrt.models import qwen3
 from dlmrt.types import DecodeConfig
 from orl.data import Mixture, encode_problem, held_out
 from orl.diagnostics import rollout_report
@@ -47,7 +46,7 @@ from orl.optimizers import PathwayOptimizers, learning_rate_ratio
 from orl.packing import pack_shares
 from orl.recipe import DataSection
 from orl.replay import ReplayBatch, ReplayResponse, packed_logits, replay_response, state_weights
-from orl.retain import Judged, judge
+from orl.retain import judge
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
 from orl.start import noise_of, restore_params
@@ -375,12 +374,12 @@ class TrainRun:
         config = DecodeConfig(**self._setting(section.setting).options)
         settings = engines[0].settings(config)
         assert self.config.diffusion is not None
-        if section.source == "policy" and section.responses > 1 and settings.is_greedy:
-            if self.config.diffusion.noise == "mask":
-                raise RecipeError(
-                    f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would "
-                    "be equal; set temperature above 0, or rollout.responses = 1"
-                )
+        is_random = not settings.is_greedy or self.config.diffusion.noise == "uniform"
+        if section.source == "policy" and section.responses > 1 and not is_random:
+            raise RecipeError(
+                f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would be "
+                "equal; set temperature above 0, or rollout.responses = 1"
+            )
         return RolloutPool(engines, config, per_block=self.recipe.states.per_block, seed=self.recipe.run.seed)
 
     def _setting(self, text: str) -> Setting:
