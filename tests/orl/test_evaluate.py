@@ -12,7 +12,7 @@ from dlmrt.decode.engine import Engine
 from dlmrt.errors import UnknownOptionError, UsageError
 from dlmrt.types import GenerateResult
 from orl.data import Mixture, held_out
-from orl.evaluate import Outcome, Setting, evaluate, outcome_dict, summarise, wilson_interval
+from orl.evaluate import Outcome, Setting, evaluate, matched_tpf, outcome_dict, summarise, wilson_interval
 from orl.pretrain import pretrain
 from orl.progress import settings_table
 from orl.recipe import DataSection
@@ -177,3 +177,13 @@ def test_auto_regressive_twin_is_evaluated_like_any_model(make_recipe, tmp_path:
         problems = held_out(Mixture.of(DataSection(tasks=("chain_sum",))), 1)
         report = evaluate(engine, problems, [Setting.parse("greedy:temperature=0,max_tokens=6")])
     assert report["results"][0]["all"]["tpf_denoise"] == 1.0
+
+
+def test_tokens_per_forward_at_matched_accuracy_is_on_the_upper_hull():
+    points = [(0.9, 4.0), (0.8, 8.0), (0.5, 9.0), (0.7, 5.0)]
+    assert matched_tpf(points, 0.9) == 4.0
+    assert matched_tpf(points, 0.85) == pytest.approx(6.0)
+    assert matched_tpf(points, 0.8) == 8.0
+    assert matched_tpf(points, 0.65) == pytest.approx(8.5)
+    assert matched_tpf(points, 0.1) == 9.0
+    assert matched_tpf(points, 0.91) is None
