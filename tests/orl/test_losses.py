@@ -82,8 +82,10 @@ def test_example_of_the_method():
 def test_gradients_equal_finite_differences(kind: str):
     section = LossSection(aec=kind, aec_weight=3.0, kl_weight=0.5, kl_cap=10.0)
     reference = log_probs(logits(1), BANNED)
-    batch = five_slots(source_entropy_S=torch.tensor([0.4, math.nan], dtype=torch.float64),
-                       source_entropy_R=torch.tensor([0.3, 0.5, 0.1, math.nan, math.nan], dtype=torch.float64))  # fmt: skip
+    batch = five_slots(
+        source_entropy_S=torch.tensor([0.4, math.nan], dtype=torch.float64),
+        source_entropy_R=torch.tensor([0.3, 0.5, 0.1, math.nan, math.nan], dtype=torch.float64),
+    )
 
     def loss(values: Tensor) -> Tensor:
         return state_losses(values, batch, section, banned=BANNED, reference_RV=reference).loss
