@@ -24,6 +24,14 @@ class RunFolderError(OrlError, ValueError):
     """A run folder cannot be resumed from: other recipe, other model, or damaged state."""
 
 
+class AnswerLogError(OrlError, ValueError):
+    """A sweep's file of answers is damaged, or belongs to another checkpoint or other settings of the run."""
+
+
+class ReportError(OrlError, ValueError):
+    """A report cannot be compared: another kind of document, or nothing in common with the other one."""
+
+
 class DataError(OrlError, ValueError):
     """A problem cannot be trained on: too long for a packed sequence, or with a reserved id in its text."""
 

@@ -38,7 +38,8 @@ from dlmrt.types import DecodeConfig
 from orl.data import Mixture, encode_problem, held_out
 from orl.diagnostics import rollout_report
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
-from orl.evaluate import Setting, evaluate, matched_tpf
+from orl.evaluate import Setting, evaluate
+from orl.frontier import matched_tpf
 from orl.gold import gold_response, self_condition
 from orl.interrupt import uninterrupted
 from orl.losses import log_probs, state_losses

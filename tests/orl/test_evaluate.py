@@ -12,7 +12,7 @@ from dlmrt.decode.engine import Engine
 from dlmrt.errors import UnknownOptionError, UsageError
 from dlmrt.types import GenerateResult
 from orl.data import Mixture, held_out
-from orl.evaluate import Outcome, Setting, evaluate, matched_tpf, outcome_dict, summarise, wilson_interval
+from orl.evaluate import Outcome, Setting, evaluate, outcome_dict, summarise, wilson_interval
 from orl.pretrain import pretrain
 from orl.progress import settings_table
 from orl.recipe import DataSection
@@ -21,7 +21,8 @@ from orl.recipe import DataSection
 def outcome(tokens: int, steps: int, commits: int = 0, **changes: Any) -> Outcome:
     return Outcome(**{
         "task": "chain_sum", "passed": True, "reason": "ok", "completion_tokens": tokens, "num_denoise_steps": steps,
-        "num_commit_forwards": commits, "total_s": 0.5, "finish_reason": "stop", **changes,
+        "num_commit_forwards": commits, "num_blocks": 2, "num_stop_tokens": 1, "total_s": 0.5, "finish_reason": "stop",
+        "executor": "cpu", "dtype": "float32", **changes,
     })  # fmt: skip
 
 
@@ -34,6 +35,7 @@ def test_ratio_of_sums_and_mean_of_ratios_are_both_given_under_their_names():
     assert summary["tpf_total_per_request"]["median"] == 5.5
     assert summary["tpf_total_per_request"]["p10"] == pytest.approx(1.9)
     assert summary["tpf_denoise"] == pytest.approx(104 / 11)
+    assert summary["tpf_total_orl"] == pytest.approx((104 - 2) / (11 + 4))
 
 
 def test_counts_shares_and_rates():
@@ -177,13 +179,3 @@ def test_auto_regressive_twin_is_evaluated_like_any_model(make_recipe, tmp_path:
         problems = held_out(Mixture.of(DataSection(tasks=("chain_sum",))), 1)
         report = evaluate(engine, problems, [Setting.parse("greedy:temperature=0,max_tokens=6")])
     assert report["results"][0]["all"]["tpf_denoise"] == 1.0
-
-
-def test_tokens_per_forward_at_matched_accuracy_is_on_the_upper_hull():
-    points = [(0.9, 4.0), (0.8, 8.0), (0.5, 9.0), (0.7, 5.0)]
-    assert matched_tpf(points, 0.9) == 4.0
-    assert matched_tpf(points, 0.85) == pytest.approx(6.0)
-    assert matched_tpf(points, 0.8) == 8.0
-    assert matched_tpf(points, 0.65) == pytest.approx(8.5)
-    assert matched_tpf(points, 0.1) == 9.0
-    assert matched_tpf(points, 0.91) is None
