@@ -25,7 +25,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dlmrt.models import qwen3
+from dlmrt.models import layers, qwen3
 from dlmrt.models.config import ModelConfig
 from dlmrt.ops import eager as ops
 from dlmrt.types import Bool, Float32, Int32
@@ -254,6 +254,19 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             found.append(hidden[rows])
     logits: Tensor = qwen3.head(ops, params, config, torch.cat(found)[batch.used])
     return logits
+
+
+@torch.no_grad()
+def residual_ratio(params: Mapping[str, Tensor], states: Sequence[ReplayState], config: ModelConfig) -> float | None:
+    """Norm of what the adapter adds over the norm of the embeddings it is added to; None without any residual."""
+    given = [state for state in states if state.residual_LD is not None]
+    if not given:
+        return None
+    ids = torch.from_numpy(np.concatenate([state.canvas_L for state in given]))
+    z = torch.from_numpy(np.concatenate([state.residual_LD for state in given if state.residual_LD is not None]))
+    embeddings = ops.embed(params[qwen3.EMBEDDING], ids)
+    added = layers.mix_residual(ops, params, config, torch.zeros_like(embeddings), z, None)
+    return float(added.norm() / embeddings.norm())
 
 
 def _residual(

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from dlmrt.checkpoint.load import load_params, open_checkpoint
+from orl import gradients
 from orl import train as module
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError
 from orl.recipe import dump_recipe, load_recipe
@@ -121,20 +122,20 @@ def test_run_killed_with_sigkill_resumes_exactly(make, tmp_path: Path, start_pyt
 
 def test_update_without_a_usable_gradient_is_skipped_and_counted(make, tmp_path: Path, monkeypatch):
     recipe = make(optim={"updates": 2, "max_skipped_updates": 2})
-    weights = module.state_weights
-    monkeypatch.setattr(module, "state_weights", lambda responses, norm: [math.nan] * len(responses))
+    weights = gradients.state_weights
+    monkeypatch.setattr(gradients, "state_weights", lambda responses, norm: [math.nan] * len(responses))
     run = TrainRun(recipe, tmp_path)
     before = {name: tensor.detach().clone() for name, tensor in run.params.items()}
     entry = run.update()
     assert entry["skipped"] == "the loss is not finite"
     assert (entry["num_skipped"], entry["policy_version"]) == (1, 0)
     assert all(torch.equal(before[name], tensor) for name, tensor in run.params.items())
-    monkeypatch.setattr(module, "state_weights", weights)
+    monkeypatch.setattr(gradients, "state_weights", weights)
     entry = run.update()
     assert "skipped" not in entry
     assert (entry["num_skipped"], entry["policy_version"]) == (1, 1)
     assert any(not torch.equal(before[name], tensor) for name, tensor in run.params.items())
-    monkeypatch.setattr(module, "state_weights", lambda responses, norm: [math.nan] * len(responses))
+    monkeypatch.setattr(gradients, "state_weights", lambda responses, norm: [math.nan] * len(responses))
     run.update()
     with pytest.raises(DivergedError, match=r"2 updates in a row were skipped, update 4 because .* lower optim.lr"):
         run.update()
@@ -194,7 +195,7 @@ def test_lost_accuracy_ends_the_run_and_the_best_checkpoint_is_kept(make, tmp_pa
     assert best == tmp_path / "best"
     stopped = [line for line in metrics(tmp_path) if "stopped" in line]
     assert len(stopped) == 1
-    assert "below the start model's" in stopped[0]["stopped"]
+    assert "below the start model's for 2 evaluations" in stopped[0]["stopped"]
     assert stopped[0]["step"] < 6
     assert train(recipe, tmp_path) == best
     assert updates(tmp_path)[-1]["step"] == stopped[0]["step"], "a stopped run does not go on"
