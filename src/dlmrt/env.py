@@ -30,6 +30,7 @@ class Environment:
     executor: str = "auto"  # who runs the loop; checked by the engine, which knows the names
     dtype: str = "auto"  # compute type; auto: the checkpoint's
     num_threads: int | None = None  # CPU threads; None: the executor's choice
+    cuda_graph: str = "loop"  # how the cuda executor runs loops: loop, step or off
     cpu_isa: str = ""  # instruction set of the cpu executor's kernels; empty: the best one that runs here
     log_level: str = "warning"  # one of LOG_LEVELS
     host: str = "127.0.0.1"  # of the server
@@ -64,6 +65,7 @@ class Environment:
             executor=given.get("DLMRT_EXECUTOR", cls.executor),
             dtype=given.get("DLMRT_DTYPE", cls.dtype),
             num_threads=_whole(given, "DLMRT_NUM_THREADS", low=1),
+            cuda_graph=given.get("DLMRT_CUDA_GRAPH", cls.cuda_graph),
             cpu_isa=given.get("DLMRT_CPU_ISA", cls.cpu_isa),
             log_level=log_level,
             host=given.get("DLMRT_HOST", cls.host),

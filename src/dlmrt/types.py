@@ -112,6 +112,7 @@ class RequestRecord:
     forwards: tuple[ForwardRecord, ...]
     num_blocks: int
     num_cached_prompt_tokens: int  # prompt tokens whose keys and values were reused
+    graphs: bool = False  # whether captured CUDA graphs ran the forwards
     settings: Mapping[str, Any]  # in effect for this request, every default resolved
     prompt_token_ids: tuple[int, ...]
     states: tuple[StepState, ...] = ()  # only with record=True

@@ -21,10 +21,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dlmrt.models import qwen3
+from dlmrt.models import layers, qwen3
 from dlmrt.models.config import ModelConfig
 from dlmrt.ops import eager as ops
 from dlmrt.types import Bool, Float32, Int32
@@ -161,7 +162,7 @@ class ReplayBatch:
         """Slots with a loss, flat over all states."""
         length, states = self.diffusion.canvas_length, self.states
 
-        def flat(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+        def flat(rows: list[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.concatenate(rows)).to(dtype)[used]
 
         open_, gated, anchored = (
@@ -230,7 +231,9 @@ def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, with_resi
         ops, params, config, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions)), attend,
         z=z, where=where,
     )  # fmt: skip
-    return qwen3.head(ops, params, config, hidden[torch.from_numpy(np.concatenate(predicted_by))[batch.used]])
+    rows_R = torch.from_numpy(np.concatenate(predicted_by))[batch.used]
+    logits: Tensor = qwen3.head(ops, params, config, hidden[rows_R])
+    return logits
 
 
 def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor:
@@ -249,7 +252,21 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             hidden = qwen3.forward(ops, params, config, ids, positions, ops.MaskedAttention(visible), z=z, where=where)
             rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
             found.append(hidden[rows])
-    return qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+    logits: Tensor = qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+    return logits
+
+
+@torch.no_grad()
+def residual_ratio(params: Mapping[str, Tensor], states: Sequence[ReplayState], config: ModelConfig) -> float | None:
+    """Norm of what the adapter adds over the norm of the embeddings it is added to; None without any residual."""
+    given = [state for state in states if state.residual_LD is not None]
+    if not given:
+        return None
+    ids = torch.from_numpy(np.concatenate([state.canvas_L for state in given]))
+    z = torch.from_numpy(np.concatenate([state.residual_LD for state in given if state.residual_LD is not None]))
+    embeddings = ops.embed(params[qwen3.EMBEDDING], ids)
+    added = layers.mix_residual(ops, params, config, torch.zeros_like(embeddings), z, None)
+    return float(added.norm() / embeddings.norm())
 
 
 def _residual(

@@ -16,7 +16,6 @@ Source: ORL (arXiv 2610.20687, project page); the reconstruction is described in
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +24,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,17 +37,16 @@ from orl.data import Mixture, encode_problem, held_out
 from orl.diagnostics import rollout_report
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
 from orl.evaluate import Setting, evaluate
-from orl.frontier import matched_tpf
 from orl.gold import gold_response, self_condition
+from orl.gradients import accumulate_gradients, why_unusable
 from orl.interrupt import uninterrupted
-from orl.losses import log_probs, state_losses
 from orl.optimizers import PathwayOptimizers, learning_rate_ratio
-from orl.packing import pack_shares
 from orl.recipe import DataSection
-from orl.replay import ReplayBatch, ReplayResponse, packed_logits, replay_response, state_weights
+from orl.replay import ReplayResponse, replay_response
 from orl.retain import judge
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
+from orl.selection import Evaluations
 from orl.start import noise_of, restore_params
 from orl.train_recipe import TrainRecipe
 
@@ -92,7 +89,7 @@ def train(
         first = run.step
         try:
             run.evaluate_if_due()
-            while run.step < recipe.optim.updates and not run.stopped:
+            while run.step < recipe.optim.updates and not run.evaluations.stop_reason:
                 with uninterrupted():
                     entry = run.update()
                     run.folder.log(entry)
@@ -106,7 +103,7 @@ def train(
                         verified_rate=entry.get("verified_rate"), tpf_total=entry.get("tpf_total"), seconds_left=left_s,
                     ))  # fmt: skip
                 is_late = stop_after_s is not None and now - started > stop_after_s
-                if is_last or is_late or run.stopped or now - last_save > recipe.run.save_every_s:
+                if is_last or is_late or run.evaluations.stop_reason or now - last_save > recipe.run.save_every_s:
                     run.save()
                     last_save = time.monotonic()
                 if is_late:
@@ -139,8 +136,7 @@ class TrainRun:
         self.mixture = Mixture.of(DataSection(tasks=prompts.tasks, weights=prompts.weights))
         self.step = self.policy_version = self.num_rows = self.num_generated_tokens = 0
         self.num_skipped = self.num_skipped_in_a_row = self.num_empty_in_a_row = 0
-        self.evaluations: list[dict[str, Any]] = []
-        self.stopped = ""  # why the run ended before its last update
+        self.evaluations = Evaluations(recipe.eval)
         self.pool = self._open_pool()
         self.codec = self.pool.engines[0].tokenizer
         self.noise = noise_of(self.config, self.codec)
@@ -172,10 +168,12 @@ class TrainRun:
         entry: dict[str, Any] = {"loss": 0.0}
         reason: str | None = "no answer was kept"
         if responses:
-            entry = self._accumulate(responses)
+            entry = accumulate_gradients(
+                self.params, self.reference, self.config, responses, self.recipe, banned=self.banned
+            )
             norms = self.optimizers.clip(section.grad_clip)
             entry |= {f"{group}_grad_norm": norm for group, norm in norms.items()}
-            reason = _unusable(entry["loss"], norms)
+            reason = why_unusable(entry["loss"], norms)
         self._count(reason, is_empty=not responses, report=report)
         if reason is None:
             self.optimizers.step(ratio)
@@ -204,7 +202,7 @@ class TrainRun:
     def evaluate_if_due(self) -> None:
         """Evaluate before the first update, every few ones and after the last, each time once."""
         is_due = self.step % self.recipe.eval.every_updates == 0 or self.step == self.recipe.optim.updates
-        if is_due and (not self.evaluations or self.evaluations[-1]["step"] != self.step):
+        if is_due and not self.evaluations.has(self.step):
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -227,32 +225,20 @@ class TrainRun:
             }
             for row in rows
         }
-        start = self.evaluations[0]["points"] if self.evaluations else points
-        best_at_start = max(accuracy for accuracy, _ in start)
-        matched = matched_tpf(points, best_at_start - section.accuracy_slack)
-        is_alert = max(accuracy for accuracy, _ in points) < best_at_start - section.max_accuracy_loss
-        self.evaluations.append({"step": self.step, "points": points, "matched_tpf": matched, "is_alert": is_alert})
-        recent = self.evaluations[-section.patience :]
-        if len(recent) == section.patience and all(item["is_alert"] for item in recent):
-            self.stopped = f"accuracy stayed more than {section.max_accuracy_loss} below the start model's"
+        judged = self.evaluations.add(self.step, points)
+        stopped = self.evaluations.stop_reason
         self.folder.log({
-            "step": self.step, "eval": found, "matched_tpf": matched, "is_alert": is_alert,
-            "eval_s": round(time.monotonic() - began, 3), **({"stopped": self.stopped} if self.stopped else {}),
+            "step": self.step, "eval": found, "matched_tpf": judged["matched_tpf"], "is_alert": judged["is_alert"],
+            "eval_s": round(time.monotonic() - began, 3), **({"stopped": stopped} if stopped else {}),
         })  # fmt: skip
-        if self.best is self.evaluations[-1]:
+        if self.evaluations.best is judged:
             self._write(self.folder.path / "best")
-
-    @property
-    def best(self) -> Mapping[str, Any] | None:
-        """The evaluation with the most tokens per forward at matched accuracy; the earliest of equals."""
-        reaching = [item for item in self.evaluations if item["matched_tpf"] is not None]
-        return max(reaching, key=lambda item: item["matched_tpf"], default=None)
 
     def save(self) -> None:
         """Write the state of this update; Ctrl-C waits for it."""
         tensors = {f"param.{name}": tensor.detach() for name, tensor in self.params.items()} | self.optimizers.tensors()
         extra = {name: getattr(self, name) for name in _COUNTERS} | {
-            "start": self.fingerprint, "evaluations": self.evaluations, "stopped": self.stopped,
+            "start": self.fingerprint, "evaluations": self.evaluations.entries,
         }  # fmt: skip
         with uninterrupted():
             self.folder.save_state(self.step, tensors, extra)
@@ -305,46 +291,6 @@ class TrainRun:
             return responses
         return list(self_condition(self.params, self.config, responses, banned=self.banned))
 
-    def _accumulate(self, responses: Sequence[ReplayResponse]) -> dict[str, Any]:
-        """Add up the gradients of all micro-batches; what they say."""
-        recipe = self.recipe
-        assert self.config.diffusion is not None
-        length = self.config.diffusion.canvas_length
-        weights = state_weights(responses, recipe.states.norm)
-        bins = pack_shares(
-            [len(response.clean_S) for response in responses], [len(response.states) for response in responses],
-            canvas_length=length, budget=recipe.optim.rows_per_micro,
-        )  # fmt: skip
-        sums = {"loss": 0.0, "ce": 0.0, "aec": 0.0, "kl": 0.0}
-        gaps, num_rows = [], 0
-        for shares in bins:
-            batch = ReplayBatch(responses, weights, shares, self.config)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
-                reference = None
-                if recipe.loss.kl_weight:
-                    with torch.no_grad():
-                        reference = log_probs(packed_logits(self.reference, batch), self.banned)
-                logits = packed_logits(self.params, batch)
-                losses = state_losses(logits, batch, recipe.loss, banned=self.banned, reference_RV=reference)
-            torch.autograd.backward(losses.loss)
-            sums["loss"] += float(losses.loss.detach())
-            for name, value in losses.sums(batch.weight_S).items():
-                sums[name] += value
-            gaps.append(losses.recorded_gap(batch, math.log(self._num_ids)))
-            num_rows += batch.num_rows
-        return {
-            **sums,
-            "aec_strength": 2 * recipe.loss.aec_weight * math.sqrt(max(0.0, sums["aec"])) / math.log(self._num_ids),
-            "recorded_entropy_gap": float(np.nanmean(gaps)) if not all(map(math.isnan, gaps)) else None,
-            "num_states": sum(len(response.states) for response in responses),
-            "num_rows": num_rows,
-            "num_micro": len(bins),
-        }
-
-    @property
-    def _num_ids(self) -> int:
-        return int((~self.banned).sum())
-
     def _count(self, reason: str | None, *, is_empty: bool, report: Mapping[str, Any]) -> None:
         """Count updates without a gradient, and end the run when there are too many in a row."""
         keep, section = self.recipe.keep, self.recipe.optim
@@ -375,12 +321,12 @@ class TrainRun:
         config = DecodeConfig(**self._setting(section.setting).options)
         settings = engines[0].settings(config)
         assert self.config.diffusion is not None
-        if section.source == "policy" and section.responses > 1 and settings.is_greedy:
-            if self.config.diffusion.noise == "mask":
-                raise RecipeError(
-                    f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would "
-                    "be equal; set temperature above 0, or rollout.responses = 1"
-                )
+        is_random = not settings.is_greedy or self.config.diffusion.noise == "uniform"
+        if section.source == "policy" and section.responses > 1 and not is_random:
+            raise RecipeError(
+                f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would be "
+                "equal; set temperature above 0, or rollout.responses = 1"
+            )
         return RolloutPool(engines, config, per_block=self.recipe.states.per_block, seed=self.recipe.run.seed)
 
     def _setting(self, text: str) -> Setting:
@@ -416,7 +362,7 @@ class TrainRun:
         self.step = int(extra["step"])
         for name in _COUNTERS:
             setattr(self, name, int(extra[name]))
-        self.evaluations, self.stopped = list(extra["evaluations"]), str(extra["stopped"])
+        self.evaluations = Evaluations(self.recipe.eval, extra["evaluations"])
         self._publish()
 
 
@@ -437,12 +383,3 @@ def _fingerprint(params: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}{tuple(params[name].shape)}".encode())
         digest.update(params[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-def _unusable(loss: float, norms: Mapping[str, float]) -> str | None:
-    """Why an update's gradient cannot be used, None if it can."""
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if not all(map(math.isfinite, norms.values())):
-        return "the gradient is not finite"
-    return None

@@ -24,6 +24,7 @@ class Family(Protocol):
     JOINS_EXPERTS: bool  # plain files hold stacked experts, gate and up in one tensor; else one matrix an expert
     UNQUANTIZED: str  # expression found in names of matrices, beside embedding and head, that stay as they are
     STOP_TOKENS: tuple[str, ...]  # texts of tokens that end an answer, beside the EOS ids of the files
+    ROUTER: str  # end of the names of matrices that choose experts; "": no experts
     FLOAT32: tuple[str, ...]  # ends of names of tensors that stay float32 whatever the model runs in
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,1 @@
+"""Triton kernels of the cuda executor, one module a group of operations. Importing a module needs triton."""

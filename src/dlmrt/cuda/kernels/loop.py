@@ -1,0 +1,370 @@
+"""The loop's own operations: prefill chunks, canvases, commit rules, settling, noise. One program each.
+
+Numbered steps are those of dlmrt.decode.loop, rules those of dlmrt.decode.rules, which these equal slot for slot:
+comparisons in the same precision, ties to the lower slot. Ranks are counted by comparing all pairs of slots in
+chunks, so there is no sort.
+
+Legend: L canvas slots (LP the power of two from L on).
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dlmrt.cuda.kernels.head import is_set
+
+NONE = tl.constexpr(2147483647)
+GOES_ON, EOS, STOP_TOKEN, MAX_TOKENS, CANCELLED, NON_FINITE = (tl.constexpr(i) for i in range(6))  # END_REASONS
+PAIRS = tl.constexpr(32)  # slots compared with all others at once
+
+
+@triton.jit
+def is_cancelled(cancel):
+    """The host sets the flag while the loop runs: never from a cache."""
+    return tl.load(cancel, volatile=True) != 0
+
+
+@triton.jit
+def committed_visible(positions, end, BLOCK: tl.constexpr):
+    """Positions that committed rows at `positions` see when `end` exist: whole blocks, or all before (BLOCK 0)."""
+    if BLOCK == 0:
+        return positions + 1
+    return tl.minimum(end, (positions // BLOCK + 1) * BLOCK)
+
+
+@triton.jit
+def noise(slots, step, block, allowed, num_allowed, key, MASK: tl.constexpr):
+    """What open slots hold: the mask, or ids of the noise stream."""
+    if MASK >= 0:
+        return tl.zeros_like(slots) + MASK
+    group = (slots // 4).to(tl.uint32)
+    zero = tl.zeros_like(group)
+    w0, w1, w2, w3 = tl.philox(tl.load(key), group, zero + step.to(tl.uint32), zero + block.to(tl.uint32), zero)
+    at = slots % 4
+    word = tl.where(at == 0, w0, tl.where(at == 1, w1, tl.where(at == 2, w2, w3)))
+    index = (word.to(tl.uint64) * tl.load(num_allowed).to(tl.uint64)) >> 32
+    return tl.load(allowed + index.to(tl.int64))
+
+
+@triton.jit
+def start_request(
+    num_prompt, num_prefill, cancel, context, num_prefill_forwards, more_prefill, more_blocks, block_idx, num_pinned,
+    num_answer, end_reason,
+):  # fmt: skip
+    """Step 1, before the first chunk."""
+    zero = tl.load(num_prefill) * 0
+    tl.store(context, zero)
+    tl.store(num_prefill_forwards, zero)
+    tl.store(block_idx, zero)
+    tl.store(num_answer, zero.to(tl.int64))
+    tl.store(end_reason, zero + GOES_ON)
+    tl.store(more_blocks, zero + 1)
+    tl.store(num_pinned, tl.load(num_prompt) - tl.load(num_prefill))
+    is_wanted = (tl.load(num_prefill) > 0) & (is_cancelled(cancel) == 0)
+    tl.store(more_prefill, is_wanted.to(tl.int32))
+
+
+@triton.jit
+def prefill_chunk(
+    prompt, context, num_prefill, chunk_rows, ids, positions, visible, CHUNK: tl.constexpr, CP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Step 1: the rows of the next chunk."""
+    begin = tl.load(context)
+    count = tl.minimum(CHUNK, tl.load(num_prefill) - begin)
+    i = tl.arange(0, CP)
+    place = begin + i
+    tl.store(chunk_rows, count)
+    tl.store(ids + i, tl.load(prompt + place, mask=i < count, other=0), mask=i < count)
+    tl.store(positions + i, place, mask=i < count)
+    tl.store(visible + i, committed_visible(place, begin + count, BLOCK), mask=i < count)
+
+
+@triton.jit
+def finish_chunk(chunk_rows, num_prefill, cancel, context, num_prefill_forwards, more_prefill):
+    """Step 1, behind a chunk."""
+    end = tl.load(context) + tl.load(chunk_rows)
+    tl.store(context, end)
+    tl.store(num_prefill_forwards, tl.load(num_prefill_forwards) + 1)
+    is_more = (end < tl.load(num_prefill)) & (is_cancelled(cancel) == 0)
+    tl.store(more_prefill, is_more.to(tl.int32))
+
+
+@triton.jit
+def start_block(
+    prompt, num_prompt, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key, end_reason, canvas,
+    answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps, num_repeats, num_settled,
+    has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """Steps 2 and 3."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    begin, pinned = tl.load(context), tl.load(num_pinned)
+    zero = pinned * 0
+    is_pinned = i < pinned
+    prompt_ids = tl.load(prompt + tl.load(num_prompt) - pinned + i, mask=is_pinned, other=0)
+    fresh = noise(i, zero, tl.load(block_idx), allowed, num_allowed, noise_key, MASK)
+    ids = tl.where(is_pinned, prompt_ids, fresh)
+    tl.store(canvas + i, ids, mask=is_slot)
+    tl.store(answer + i, ids, mask=is_slot)
+    is_mine = (i >= pinned).to(tl.uint8)
+    tl.store(is_open + i, is_mine, mask=is_slot)
+    tl.store(is_free + i, is_mine, mask=is_slot)
+    place = begin + i
+    tl.store(positions + i, place, mask=is_slot)
+    if IS_CAUSAL:
+        tl.store(visible + i, place + 1, mask=is_slot)
+    else:
+        tl.store(visible + i, tl.zeros_like(i) + begin + L, mask=is_slot)
+    tl.store(commit_visible + i, committed_visible(place, begin + L, BLOCK), mask=is_slot)
+    tl.store(step, zero)
+    tl.store(num_full_steps, zero)
+    tl.store(num_repeats, zero)
+    tl.store(has_residual, zero)
+    tl.store(is_done, zero)
+    tl.store(num_settled, pinned)
+    stops = is_cancelled(cancel)
+    tl.store(more_steps, (stops == 0).to(tl.int32))
+    tl.store(end_reason, tl.where(stops, CANCELLED, tl.load(end_reason)))
+
+
+@triton.jit
+def start_step(
+    canvas, is_open, step, temperature, t_min, t_max, max_steps, before, was_open, step_temperature, L: tl.constexpr,
+    LP: tl.constexpr, HAS_RANGE: tl.constexpr,
+):  # fmt: skip
+    """Step 4: what the forward consumes, kept for the record, and the temperature of the step."""
+    i = tl.arange(0, LP)
+    tl.store(before + i, tl.load(canvas + i, mask=i < L, other=0), mask=i < L)
+    tl.store(was_open + i, tl.load(is_open + i, mask=i < L, other=0), mask=i < L)
+    asked = tl.load(temperature)
+    value = tl.where(asked != 0.0, asked, 1.0)
+    if HAS_RANGE:
+        steps = tl.load(max_steps)
+        remaining = (steps - tl.load(step)).to(tl.float64) / steps.to(tl.float64)
+        low = tl.load(t_min)
+        value = (low + (tl.load(t_max) - low) * remaining) * value
+    tl.store(step_temperature, value.to(tl.float32))
+
+
+@triton.jit
+def best(score, is_candidate, i, scores, candidates, count, L: tl.constexpr, LP: tl.constexpr):
+    """The `count` candidates of highest score; `scores` and `candidates` are where the same numbers lie in memory."""
+    rank = tl.zeros((LP,), tl.int32)
+    for begin in range(0, LP, PAIRS if LP > PAIRS else LP):
+        j = begin + tl.arange(0, PAIRS if LP > PAIRS else LP)
+        other = tl.load(scores + j, mask=j < L, other=0.0)
+        is_other = tl.load(candidates + j, mask=j < L, other=0) != 0
+        is_ahead = (other[None, :] > score[:, None]) | ((other[None, :] == score[:, None]) & (j[None, :] < i[:, None]))
+        rank += tl.sum((is_other[None, :] & is_ahead).to(tl.int32), 1)
+    return is_candidate & (rank < count)
+
+
+@triton.jit
+def commit_threshold(
+    argmax, argmax_confidence, token, confidence, was_open, is_free, threshold, min_commit, max_steps, edit_threshold,
+    max_post_edit_steps, canvas, answer, is_open, step, num_full_steps, committed, changed, num_edits, is_done,
+    L: tl.constexpr, LP: tl.constexpr, IS_EDITED: tl.constexpr,
+):  # fmt: skip
+    """Step 6, rules `threshold` and `joint_threshold`; `was_open` equals `is_open` when this starts."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    opened = tl.load(was_open + i, mask=is_slot, other=0) != 0
+    sure = tl.load(confidence + i, mask=is_slot, other=0.0)
+    taken = tl.load(step) + 1
+    is_last = taken >= tl.load(max_steps)
+    passed = opened & (sure > tl.load(threshold))
+    wanted = tl.load(min_commit)
+    is_enough = tl.sum(passed.to(tl.int32), 0) >= wanted
+    forced = best(sure, opened, i, confidence, was_open, wanted, L, LP)
+    chosen = (is_last & opened) | ((is_last == 0) & ((is_enough & passed) | ((is_enough == 0) & forced)))
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    ids = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), held)
+    edited = i < 0
+    if IS_EDITED:
+        top = tl.load(argmax + i, mask=is_slot, other=0)
+        is_editable = (opened == 0) & (tl.load(is_free + i, mask=is_slot, other=0) != 0)
+        certainty = tl.load(argmax_confidence + i, mask=is_slot, other=0.0)
+        edited = is_editable & (top != held) & (certainty > tl.load(edit_threshold))
+        ids = tl.where(edited, top, ids)
+    was_full = tl.sum(opened.to(tl.int32), 0) == 0
+    stays_open = opened & (chosen == 0)
+    is_full = tl.sum(stays_open.to(tl.int32), 0) == 0
+    num_changed = tl.sum(edited.to(tl.int32), 0)
+    full_steps = tl.load(num_full_steps) + was_full.to(tl.int32)
+    is_settled = num_changed == num_changed
+    if IS_EDITED:
+        is_settled = (full_steps >= tl.load(max_post_edit_steps)) | (was_full & (num_changed == 0))
+    tl.store(canvas + i, ids, mask=is_slot)
+    tl.store(answer + i, ids, mask=is_slot)
+    tl.store(is_open + i, stays_open.to(tl.uint8), mask=is_slot)
+    tl.store(committed + i, (chosen | edited).to(tl.uint8), mask=is_slot)
+    tl.store(changed + i, (chosen | edited).to(tl.uint8), mask=is_slot)
+    tl.store(num_edits, num_changed)
+    tl.store(num_full_steps, full_steps)
+    tl.store(step, taken)
+    tl.store(is_done, (is_last | (is_full & is_settled)).to(tl.int32))
+
+
+@triton.jit
+def commit_steps(
+    token, confidence, was_open, max_steps, canvas, answer, is_open, step, committed, changed, num_edits, is_done,
+    L: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Step 6, rule `steps`."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    opened = tl.load(was_open + i, mask=is_slot, other=0) != 0
+    sure = tl.load(confidence + i, mask=is_slot, other=0.0)
+    taken, steps = tl.load(step), tl.load(max_steps)
+    quota = L // steps + (taken < L % steps).to(tl.int32)
+    quota = tl.where(taken + 1 >= steps, L, quota)
+    chosen = best(sure, opened, i, confidence, was_open, quota, L, LP)
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    ids = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), held)
+    stays_open = opened & (chosen == 0)
+    num_open = tl.sum(stays_open.to(tl.int32), 0)
+    tl.store(canvas + i, ids, mask=is_slot)
+    tl.store(answer + i, ids, mask=is_slot)
+    tl.store(is_open + i, stays_open.to(tl.uint8), mask=is_slot)
+    tl.store(committed + i, chosen.to(tl.uint8), mask=is_slot)
+    tl.store(changed + i, chosen.to(tl.uint8), mask=is_slot)
+    tl.store(num_edits, num_open * 0)
+    tl.store(step, taken + 1)
+    tl.store(is_done, (num_open == 0).to(tl.int32))
+
+
+@triton.jit
+def commit_entropy_bound(
+    argmax, token, entropy, is_free, entropy_bound, stop_entropy, stability_threshold, max_steps, canvas, answer,
+    is_open, step, num_repeats, committed, changed, num_edits, is_done, L: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Step 6, rule `entropy_bound`: a slot is accepted if the entropies ranked before it sum to at most the bound."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    free = tl.load(is_free + i, mask=is_slot, other=0) != 0
+    mine = tl.load(entropy + i, mask=is_slot, other=0.0)
+    before = tl.zeros((LP,), tl.float64)
+    for begin in range(0, LP, PAIRS if LP > PAIRS else LP):
+        j = begin + tl.arange(0, PAIRS if LP > PAIRS else LP)
+        other = tl.load(entropy + j, mask=j < L, other=0.0)
+        is_other = tl.load(is_free + j, mask=j < L, other=0) != 0
+        is_ahead = (other[None, :] < mine[:, None]) | ((other[None, :] == mine[:, None]) & (j[None, :] < i[:, None]))
+        before += tl.sum(tl.where(is_other[None, :] & is_ahead, other[None, :], 0.0).to(tl.float64), 1)
+    accepted = free & (before <= tl.load(entropy_bound))
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    old = tl.load(answer + i, mask=is_slot, other=0)
+    new = tl.where(free, tl.load(argmax + i, mask=is_slot, other=0), held)
+    taken = tl.load(step) + 1
+    has_changed = tl.where(taken == 1, free.to(tl.int32), ((new != old) & is_slot).to(tl.int32))
+    repeats = tl.where(tl.sum(has_changed, 0) > 0, 0, tl.load(num_repeats) + 1)
+    total = tl.sum(tl.where(free, mine, 0.0).to(tl.float64), 0)
+    is_sure = total / tl.sum(free.to(tl.int32), 0).to(tl.float64) < tl.load(stop_entropy)
+    done = (taken >= tl.load(max_steps)) | (is_sure & (repeats >= tl.load(stability_threshold)))
+    drawn = tl.where(accepted, tl.load(token + i, mask=is_slot, other=0), held)
+    tl.store(canvas + i, tl.where(done, new, drawn), mask=is_slot)
+    tl.store(answer + i, new, mask=is_slot)
+    tl.store(is_open + i, (free & (accepted == 0) & (done == 0)).to(tl.uint8), mask=is_slot)
+    tl.store(committed + i, accepted.to(tl.uint8), mask=is_slot)
+    tl.store(changed + i, has_changed.to(tl.uint8), mask=is_slot)
+    tl.store(num_edits, repeats * 0)
+    tl.store(step, taken)
+    tl.store(num_repeats, repeats)
+    tl.store(is_done, done.to(tl.int32))
+
+
+@triton.jit
+def settle(
+    answer, is_open, is_done, eos, stop, max_tokens, wants_steps, num_settled, num_answer, end_reason, is_continued,
+    is_urgent, L: tl.constexpr, LP: tl.constexpr, IS_STICKY: tl.constexpr,
+):  # fmt: skip
+    """Step 7: the decided run grows until an EOS id, a stop id or the length limit, in this order on one slot."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    settled, counted = tl.load(num_settled), tl.load(num_answer)
+    done = tl.load(is_done) != 0
+    end = settled
+    if IS_STICKY:
+        opened = tl.load(is_open + i, mask=is_slot, other=0) != 0
+        end = tl.min(tl.where(opened, i, L), 0)
+    end = tl.where(done, L, end)
+    goes_on = tl.load(end_reason) == GOES_ON
+    is_new = (i >= settled) & (i < end) & goes_on
+    ids = tl.load(answer + i, mask=is_new, other=0)
+    is_eos, is_stop = is_new & is_set(eos, ids, is_new), is_new & is_set(stop, ids, is_new)
+    is_full = is_new & (counted + (i - settled + 1).to(tl.int64) >= tl.load(max_tokens))
+    last = tl.min(tl.where(is_eos | is_stop | is_full, i, NONE), 0)
+    reason = tl.where(is_full, MAX_TOKENS, GOES_ON)
+    reason = tl.where(is_stop, STOP_TOKEN, reason)
+    reason = tl.where(is_eos, EOS, reason)
+    found = tl.max(tl.where(i == last, reason, GOES_ON), 0)
+    reached = tl.where(goes_on, tl.minimum(tl.maximum(end, settled), tl.where(last == NONE, NONE, last + 1)), settled)
+    tl.store(num_settled, reached)
+    tl.store(num_answer, counted + (reached - settled).to(tl.int64))
+    tl.store(end_reason, tl.where(goes_on, found, tl.load(end_reason)))
+    continues = (done == 0) & goes_on & (found == GOES_ON)
+    tl.store(is_continued, continues.to(tl.int32))
+    tl.store(is_urgent, ((tl.load(wants_steps) != 0) | (continues == 0)).to(tl.int32))
+
+
+@triton.jit
+def renoise(
+    is_open, step, block_idx, allowed, num_allowed, noise_key, canvas, L: tl.constexpr, LP: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """Step 8."""
+    i = tl.arange(0, LP)
+    opened = (tl.load(is_open + i, mask=i < L, other=0) != 0) & (i < L)
+    fresh = noise(i, tl.load(step), tl.load(block_idx), allowed, num_allowed, noise_key, MASK)
+    tl.store(canvas + i, fresh, mask=opened)
+
+
+@triton.jit
+def set_flag(flag, VALUE: tl.constexpr):
+    """flag = VALUE."""
+    tl.store(flag, VALUE)
+
+
+@triton.jit
+def finish_step(is_done, is_finite, cancel, end_reason, more_steps):
+    """Step 3, before the next forward."""
+    reason = tl.load(end_reason)
+    done = tl.load(is_done) != 0
+    stops = (reason == GOES_ON) & (done == 0) & is_cancelled(cancel)
+    reason = tl.where(tl.load(is_finite) == 0, NON_FINITE, tl.where(stops, CANCELLED, reason))
+    tl.store(end_reason, reason)
+    tl.store(more_steps, ((done == 0) & (reason == GOES_ON)).to(tl.int32))
+
+
+@triton.jit
+def close_block(end_reason, needs_commit):
+    """Step 10: no commit forward once the answer has ended."""
+    tl.store(needs_commit, (tl.load(end_reason) == GOES_ON).to(tl.int32))
+
+
+@triton.jit
+def commit_rows(context, L: tl.constexpr):
+    """Step 10: the block's rows are context."""
+    tl.store(context, tl.load(context) + L)
+
+
+@triton.jit
+def next_block(end_reason, block_idx, num_pinned, more_blocks):
+    """Behind a block."""
+    tl.store(block_idx, tl.load(block_idx) + 1)
+    tl.store(num_pinned, tl.load(block_idx) * 0)
+    tl.store(more_blocks, (tl.load(end_reason) == GOES_ON).to(tl.int32))
+
+
+@triton.jit
+def bound_launch(more_blocks, blocks_left, goes_on, ends):
+    """Whether this launch goes on with another block, and whether the request has ended."""
+    left = tl.load(blocks_left) - 1
+    more = tl.load(more_blocks) != 0
+    tl.store(blocks_left, left)
+    tl.store(goes_on, (more & (left > 0)).to(tl.int32))
+    tl.store(ends, (more == 0).to(tl.int32))

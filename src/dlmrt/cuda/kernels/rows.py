@@ -1,0 +1,206 @@
+"""Row-wise kernels: embedding, norm with the sum before it, gated activation, rotation and storing of keys, residual.
+
+A value that a projection made arrives as partial sums [S, M, N]; the kernels here add them in the order of S, together
+with the skip stream if there is one, so that a sum costs no kernel of its own. Statistics are float32.
+
+Legend: M rows at most, D width (DP the power of two from D on), S splits, H head width, R numbers of a head that turn.
+
+Source: ours; arithmetic as in dlmrt.ops.eager, without rounding between the steps of one kernel.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_sum(x, part, at, mask, STRIDE: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr):
+    """x[at] plus part[0, at], part[1, at], ... in this order."""
+    if HAS_X:
+        total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    else:
+        total = tl.load(part + at, mask=mask, other=0.0)
+    for split in tl.static_range(S):
+        if HAS_X or split > 0:
+            total += tl.load(part + split * STRIDE + at, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
+    """x[m] = table[ids[m]] * scale; `scale` is rounded to the table's type first. Grid: rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    d = tl.arange(0, DP)
+    token = tl.load(ids + row).to(tl.int64)
+    values = tl.load(table + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(x + row * D + d, values * scale, mask=d < D)
+
+
+@triton.jit
+def sum_rows(
+    x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr,
+    HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """y = cap(scale * (x + sum of part) * factor). Grid: rows, tiles of D."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    at = row.to(tl.int64) * D + d
+    total = load_sum(x, part, at, d < D, M * D, S, HAS_X) * scale
+    if HAS_FACTOR:
+        total *= tl.load(factor).to(tl.float32)
+    if HAS_CAP:
+        total = cap * (2.0 / (1.0 + tl.exp(total * (-2.0 / cap))) - 1.0)
+    tl.store(y + at, total.to(y.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def norm(
+    x, part, weight, total, y, operand, rows, M: tl.constexpr, eps, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_Y: tl.constexpr,
+    HAS_OPERAND: tl.constexpr,
+):  # fmt: skip
+    """RMSNorm of x + sum of part; writes the sum, the norm in float32 and the norm as operand, each if wanted."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    d = tl.arange(0, DP)
+    at = row.to(tl.int64) * D + d
+    values = load_sum(x, part, at, d < D, M * D, S, HAS_X)
+    if HAS_TOTAL:
+        tl.store(total + at, values, mask=d < D)
+    values = values * tl.rsqrt(tl.sum(values * values, 0) / D + eps)
+    if HAS_WEIGHT:
+        values *= tl.load(weight + d, mask=d < D, other=0.0).to(tl.float32)
+    if HAS_Y:
+        tl.store(y + at, values, mask=d < D)
+    if HAS_OPERAND:
+        tl.store(operand + at, values.to(operand.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def activate(gate, IS_GELU: tl.constexpr):
+    """silu, or gelu with the tanh form: x sigmoid(2 c (x + 0.044715 x^3))."""
+    if IS_GELU:
+        inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        return gate / (1.0 + tl.exp(-inner))
+    return gate / (1.0 + tl.exp(-gate))
+
+
+@triton.jit
+def gate(part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr):
+    """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    f = tl.program_id(1) * BF + tl.arange(0, BF)
+    stride = M * 2 * F
+    at = row.to(tl.int64) * 2 * F + f
+    gated = load_sum(part, part, at, f < F, stride, S, HAS_X=False)
+    up = load_sum(part, part, at + F, f < F, stride, S, HAS_X=False)
+    out = activate(gated, IS_GELU) * up
+    tl.store(operand + row.to(tl.int64) * F + f, out.to(operand.dtype.element_ty), mask=f < F)
+
+
+@triton.jit
+def head_vector(part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd):
+    """Numbers `h` of the head that begins at `at`, normalised by `rstd` and weighted."""
+    values = load_sum(part, part, at + h, h < H, STRIDE, S, HAS_X=False) * rstd
+    if HAS_WEIGHT:
+        values *= tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def qk_norm_rope_store(
+    part, q_norm, k_norm, cos, sin, positions, q, cache, rows, M: tl.constexpr, eps, N: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, IS_VALUE_NORMED: tl.constexpr,
+    IS_VALUE_KEY: tl.constexpr,
+):  # fmt: skip
+    """Norm and rotate the heads of q and k, write q [M, N, H] and the rows' keys and values into the cache.
+
+    `part` holds q, k and v side by side; IS_VALUE_KEY: only q and k, the value is the key before norm and rotation.
+    The cache is [C, 2, G, H]. Grid: rows, N + 2 G heads.
+    """
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    head = tl.program_id(1)
+    h = tl.arange(0, HP)
+    position = tl.load(positions + row).to(tl.int64)
+    WIDTH: tl.constexpr = (N + G) * H if IS_VALUE_KEY else (N + 2 * G) * H
+    stride = M * WIDTH
+    source = head
+    if IS_VALUE_KEY:
+        source = tl.where(head >= N + G, head - G, head)
+    at = row.to(tl.int64) * WIDTH + source * H
+    values = load_sum(part, part, at + h, h < H, stride, S, HAS_X=False)
+    rstd = tl.rsqrt(tl.sum(values * values, 0) / H + eps)
+    if head >= N + G:
+        if IS_VALUE_NORMED:
+            values *= rstd
+        place = (position * 2 + 1) * G * H + (head - N - G) * H + h
+        tl.store(cache + place, values.to(cache.dtype.element_ty), mask=h < H)
+        return
+    weight = k_norm
+    if head < N:
+        weight = q_norm
+    # Pairs that turn are (i, i + R / 2); the partner is read again, which costs a cached line and no shuffle.
+    partner = tl.where(h < R // 2, h + R // 2, tl.where(h < R, h - R // 2, h))
+    mine = head_vector(part, at, weight, stride, h, eps, S, H, True, rstd)
+    other = head_vector(part, at, weight, stride, partner, eps, S, H, True, rstd)
+    angle = position * (R // 2) + h % (R // 2)
+    turned_cos = tl.load(cos + angle, mask=h < R, other=1.0)
+    turned_sin = tl.load(sin + angle, mask=h < R, other=0.0)
+    turned = mine * turned_cos + tl.where(h < R // 2, -other, other) * turned_sin
+    if head < N:
+        tl.store(q + (row.to(tl.int64) * N + head) * H + h, turned.to(q.dtype.element_ty), mask=h < H)
+    else:
+        place = position * 2 * G * H + (head - N) * H + h
+        tl.store(cache + place, turned.to(cache.dtype.element_ty), mask=h < H)
+
+
+@triton.jit
+def residual_add(
+    x, part, where, rows, M: tl.constexpr, alpha, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_WHERE: tl.constexpr
+):
+    """x += alpha * sum of part on the rows of `where`. Grid: rows, tiles of D."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    if HAS_WHERE:
+        if tl.load(where + row) == 0:
+            return
+    d = tl.program_id(1) * BD + tl.arange(0, BD)
+    at = row.to(tl.int64) * D + d
+    delta = load_sum(part, part, at, d < D, M * D, S, HAS_X=False)
+    tl.store(x + at, tl.load(x + at, mask=d < D) + alpha * delta, mask=d < D)
+
+
+@triton.jit
+def hidden_store(hidden, positions, cache, rows, D: tl.constexpr, DP: tl.constexpr):
+    """cache[positions[m]] = hidden[m]. Grid: rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    d = tl.arange(0, DP)
+    values = tl.load(hidden + row.to(tl.int64) * D + d, mask=d < D)
+    tl.store(cache + tl.load(positions + row).to(tl.int64) * D + d, values, mask=d < D)
+
+
+@triton.jit
+def shift(hidden, cache, context, y, rows, D: tl.constexpr, DP: tl.constexpr):
+    """y[m] = hidden[m - 1], y[0] = cache[context - 1], as operand. Grid: rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    d = tl.arange(0, DP)
+    if row == 0:
+        values = tl.load(cache + (tl.load(context) - 1).to(tl.int64) * D + d, mask=d < D)
+    else:
+        values = tl.load(hidden + (row - 1).to(tl.int64) * D + d, mask=d < D)
+    tl.store(y + row.to(tl.int64) * D + d, values.to(y.dtype.element_ty), mask=d < D)

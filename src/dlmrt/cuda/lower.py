@@ -1,0 +1,446 @@
+"""Recorded program -> program of Triton kernels: control flow as it is, model operations fused where a sum allows it.
+
+A projection leaves partial sums. What reads them adds them up on the way: the norm behind a skip connection, the gate
+of an MLP, the rotation of queries and keys. A value therefore has up to three forms: partial sums that wait for their
+skip stream, float32 rows, and rows as operand of the next product. Each form is made once, by the kernel that makes the
+value if that is possible. The result is an ordinary `Program`: `plan` places its scratch, `show` prints it.
+
+`bounded` cuts the loop into launches of some blocks each, which go on from device memory where the last one stopped.
+
+Left out on purpose: choices per card; they are made when kernels are bound (`dlmrt.cuda.launches`).
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dlmrt.cuda.tiles import TILE_SOFT, TILE_V, chunk_length, num_splits, tile_k
+from dlmrt.models.config import ModelConfig, RopeConfig
+from dlmrt.ops.numerics import rope_inv_freq
+from dlmrt.program.forwards import CONTEXT
+from dlmrt.program.loop import RECORD_KINDS
+from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
+from dlmrt.program.record import URGENT, describe_rope
+from dlmrt.program.signatures import LOOP_OPS, signature
+
+MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
+_MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x")}
+CONSTANT = "constant."  # scalars of this prefix hold the number in their name
+LAUNCH = "launch."  # scalars of this prefix bound one launch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lowered:
+    """A program of kernels and what its fused weights are made of."""
+
+    program: Program
+    sources: Mapping[Buffer, tuple[Buffer, ...]]  # weight -> tensors whose rows it holds, in order
+
+
+@dataclass
+class _Forms:
+    """Forms in which one value exists."""
+
+    rows: Buffer | None = None
+    operands: dict[str, Buffer] = field(default_factory=dict)
+    sum_of: tuple[Buffer | None, Buffer] | None = None  # rows (None: 0) and partial sums, not yet added up
+    cap: float = 0.0  # the sum is capped; 0: not
+
+
+def operand_type(weight_dtype: str) -> str:
+    """Type in which the other side of a product with such a weight is kept."""
+    return "float32" if weight_dtype == "float32" else "bfloat16"
+
+
+def lower(program: Program, config: ModelConfig) -> Lowered:
+    """Lower `program`, which was recorded for `config`."""
+    lowering = _Lowering(program, config)
+    body = lowering.body(program.body)
+    return Lowered(program=Program(name=f"{program.name} (cuda)", body=body), sources=lowering.sources)
+
+
+def bounded(program: Program) -> Program:
+    """A loop program that ends after `launch.blocks_left` blocks and is launched again until `launch.ends`."""
+    names = {node.flag.name: at for at, node in enumerate(program.body) if isinstance(node, While)}
+    at = names["more_blocks"]
+    loop = program.body[at]
+    assert isinstance(loop, While)
+    is_first, blocks_left, goes_on, ends = (
+        Buffer(name=LAUNCH + name, kind="scalar", dtype="int32", shape=())
+        for name in ("is_first", "blocks_left", "goes_on", "ends")
+    )
+    bound = Kernel(
+        op="bound_launch", inputs={"more_blocks": loop.flag, "blocks_left": blocks_left},
+        outputs={"blocks_left": blocks_left, "goes_on": goes_on, "ends": ends},
+    )  # fmt: skip
+    body: tuple[Node, ...] = (
+        If(flag=is_first, body=program.body[:at]),
+        While(flag=goes_on, body=(*loop.body, bound)),
+        If(flag=ends, body=program.body[at + 1 :]),
+    )
+    return Program(name=program.name, body=body)
+
+
+class _Lowering:
+    def __init__(self, program: Program, config: ModelConfig) -> None:
+        self.config = config
+        self.sources: dict[Buffer, tuple[Buffer, ...]] = {}
+        self._packed: dict[tuple[Buffer, ...], Buffer] = {}
+        self._named: dict[str, Buffer] = {}
+        self._forms: dict[Buffer, _Forms] = {}
+        self._nodes: list[Node] = []
+        self._num_scratch = 0
+        self._uses: dict[Buffer, list[tuple[Kernel, str]]] = {}
+        for node in walk(program.body):
+            if isinstance(node, Kernel):
+                for role, buffer in node.inputs.items():
+                    self._uses.setdefault(buffer, []).append((node, role))
+        self._ropes: dict[str, RopeConfig] = {}
+        for layer_idx in range(config.num_layers):
+            rope = config.attention(layer_idx).rope
+            self._ropes[describe_rope(rope)] = rope
+        contexts = [b.shape for b in program.buffers() if b.name.startswith(CONTEXT)]
+        self._capacity = maximum(contexts[0][0]) if contexts else 0
+        self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> its node and partial sums
+        self._heads: dict[Buffer, tuple[Buffer, Buffer, float]] = {}  # logits not computed -> operand, weight, cap
+        self._logits: dict[Buffer, Buffer] = {}
+
+    def body(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
+        """Lower a body; forms made inside are unknown outside, where the body may not have run."""
+        outer, self._nodes = self._nodes, []
+        known = dict(self._forms)
+        for node in nodes:
+            if isinstance(node, Kernel):
+                getattr(self, f"_lower_{node.op}", self._lower_other)(node)
+                continue
+            assert not any(self._is_read_inside(value, node) for value in self._waiting()), "a sum waits for a body"
+            kind = While if isinstance(node, While) else If
+            self._nodes.append(kind(flag=node.flag, body=self.body(node.body)))
+        inner, self._nodes, self._forms = self._nodes, outer, known
+        return tuple(inner)
+
+    # Model operations.
+
+    def _lower_embed(self, node: Kernel) -> None:
+        x = node.outputs["x"]
+        self._emit(
+            "embed", x.shape[0], {"table": node.inputs["table"], "ids": node.inputs["ids"]}, {"x": self._new_rows(x)},
+            scale=node.attributes["scale"],
+        )  # fmt: skip
+
+    def _lower_residual_mix(self, node: Kernel) -> None:
+        i, x = node.inputs, self._rows_of(node.inputs["x"])
+        dtype = operand_type(i["gate"].dtype)
+        normed = self._scratch(dtype, x.shape)
+        self._emit(
+            "norm", x.shape[0], {"x": i["z"], "weight": i["norm"]}, {"operand": normed}, eps=node.attributes["eps"]
+        )
+        part = self._mlp(normed, i, x.shape[0], node.attributes["activation"])
+        where = {"where": i["where"]} if "where" in i else {}
+        self._emit(
+            "residual_add", x.shape[0], {"x": x, "part": part} | where, {"x": x}, alpha=node.attributes["alpha"]
+        )
+
+    def _lower_rms_norm(self, node: Kernel) -> None:
+        x, y = node.inputs["x"], node.outputs["y"]
+        forms = self._forms.setdefault(x, _Forms(rows=x))
+        outputs: dict[str, Buffer] = {}
+        if forms.rows is not None:
+            inputs = {"x": forms.rows}
+        else:
+            inputs = self._take_sum(forms)
+            if len(self._uses[x]) > 1:
+                outputs["total"] = forms.rows = self._scratch("float32", x.shape)
+                forms.sum_of = None
+        if "weight" in node.inputs:
+            inputs["weight"] = node.inputs["weight"]
+        made = self._forms.setdefault(y, _Forms())
+        for dtype in sorted({self._operand_of(use, role) for use, role in self._uses[y]}):
+            if dtype == "rows":
+                made.rows = outputs["y"] = self._output_or_scratch(y)
+            else:
+                assert "operand" not in outputs, "one type of operand a value"
+                made.operands[dtype] = outputs["operand"] = self._scratch(dtype, y.shape)
+        self._emit("norm", y.shape[0], inputs, outputs, eps=node.attributes["eps"])
+
+    def _lower_add(self, node: Kernel) -> None:
+        """Not computed here: the sum is taken by whoever reads it."""
+        x, delta = self._rows_of(node.inputs["x"]), self._forms[node.inputs["delta"]]
+        if delta.sum_of is not None and delta.sum_of[0] is None and not delta.cap:
+            part = delta.sum_of[1]
+        else:
+            part = self._rows_of(node.inputs["delta"])
+        self._forms[node.outputs["y"]] = _Forms(sum_of=(x, part))
+
+    def _lower_scale(self, node: Kernel) -> None:
+        x, y = self._forms[node.inputs["x"]], node.outputs["y"]
+        inputs = self._take_sum(x) if x.rows is None else {"x": x.rows}
+        self._emit("sum_rows", y.shape[0], inputs | {"factor": node.inputs["factor"]}, {"y": self._new_rows(y)})
+
+    def _lower_linear(self, node: Kernel) -> None:
+        y, weight = node.outputs["y"], self._pack(node.inputs["weight"])
+        operand = self._operand(node.inputs["x"], operand_type(weight.dtype))
+        if any(use.op in ("predict", "soft_cap") for use, _ in self._uses[y]):
+            self._heads[y] = operand, weight, 0.0
+            return
+        self._forms[y] = _Forms(sum_of=(None, self._matmul(operand, weight, y.shape[0])))
+
+    def _lower_soft_cap(self, node: Kernel) -> None:
+        operand, weight, _ = self._heads.pop(node.inputs["logits"])
+        y, cap = node.outputs["y"], node.attributes["cap"]
+        assert isinstance(cap, float)
+        if any(use.op == "predict" for use, _ in self._uses[y]):
+            self._heads[y] = operand, weight, cap
+        else:
+            self._forms[y] = _Forms(sum_of=(None, self._matmul(operand, weight, y.shape[0])), cap=cap)
+
+    def _lower_gated_mlp(self, node: Kernel) -> None:
+        i, y = node.inputs, node.outputs["y"]
+        operand = self._operand(i["x"], operand_type(i["gate"].dtype))
+        part = self._mlp(operand, i, y.shape[0], node.attributes["activation"])
+        self._forms[y] = _Forms(sum_of=(None, part))
+
+    def _lower_qkv(self, node: Kernel) -> None:
+        names = [name for name in ("wq", "wk", "wv") if name in node.inputs]
+        self._project(node, self._pack(*(node.inputs[name] for name in names)))
+
+    def _lower_qkv_packed(self, node: Kernel) -> None:
+        self._project(node, self._pack(node.inputs["weight"]))
+
+    def _project(self, node: Kernel, weight: Buffer) -> None:
+        operand = self._operand(node.inputs["x"], operand_type(weight.dtype))
+        part = self._matmul(operand, weight, node.outputs["q"].shape[0])
+        self._projections[node.outputs["k"]] = node, part
+
+    def _lower_kv_store(self, node: Kernel) -> None:
+        qkv, part = self._projections[node.inputs["k"]]
+        cache, q, i = node.inputs["cache"], qkv.outputs["q"], qkv.inputs
+        rope = self._ropes[str(qkv.attributes["rope"])]
+        cos, sin = (self._rope_table(name, rope, maximum(q.shape[2])) for name in ("cos", "sin"))
+        rotated = self._scratch(operand_type(cache.dtype), q.shape)
+        self._forms[q] = _Forms(operands={rotated.dtype: rotated})
+        self._emit(
+            "qk_norm_rope_store", q.shape[0],
+            {"part": part, "q_norm": i["q_norm"], "k_norm": i["k_norm"], "cos": cos, "sin": sin,
+             "positions": node.inputs["positions"], "cache": cache},
+            {"q": rotated, "cache": cache}, eps=qkv.attributes["eps"],
+            is_value_normed=bool(qkv.attributes.get("is_value_normed", False)),
+            is_value_key=qkv.op == "qkv" and "wv" not in i,
+        )  # fmt: skip
+
+    def _lower_attention(self, node: Kernel) -> None:
+        cache, y, q = node.inputs["cache"], node.outputs["y"], node.inputs["q"]
+        rows, num_heads, head_dim = q.shape
+        chunk = chunk_length(maximum(rows))
+        chunks = -(-max(maximum(cache.shape[0]), 1) // chunk)
+        means = self._scratch("float32", (chunks, rows, num_heads, head_dim))
+        sums = self._scratch("float32", (chunks, rows, num_heads))
+        scale = node.attributes.get("scale", maximum(head_dim) ** -0.5)
+        inputs = {name: buffer for name, buffer in node.inputs.items() if name not in ("q", "cache")}
+        self._emit(
+            "attention", rows, {"q": self._operand(q, operand_type(cache.dtype)), "cache": cache} | inputs,
+            {"acc": means, "lse": sums}, scale=scale, chunk=chunk,
+        )  # fmt: skip
+        operand = self._scratch(self._operand_of(*self._uses[y][0]), y.shape)
+        self._forms[y] = _Forms(operands={operand.dtype: operand})
+        self._emit("attention_merge", rows, {"acc": means, "lse": sums}, {"y": operand})
+
+    def _lower_hidden_store(self, node: Kernel) -> None:
+        hidden, cache = self._rows_of(node.inputs["hidden"]), node.inputs["cache"]
+        self._emit(
+            "hidden_store", hidden.shape[0],
+            {"hidden": hidden, "positions": node.inputs["positions"], "cache": cache}, {"cache": cache},
+        )  # fmt: skip
+
+    def _lower_shift(self, node: Kernel) -> None:
+        y, inputs = node.outputs["y"], dict(node.inputs)
+        if "hidden" in inputs:
+            inputs["hidden"] = self._rows_of(inputs["hidden"])
+        operand = self._scratch(self._operand_of(*self._uses[y][0]), y.shape)
+        self._forms[y] = _Forms(operands={operand.dtype: operand})
+        self._emit("shift", y.shape[0], inputs, {"y": operand})
+
+    def _lower_soft_embedding(self, node: Kernel) -> None:
+        probs, table, z = node.inputs["probs"], node.inputs["table"], node.outputs["z"]
+        vocab = maximum(probs.shape[1])
+        splits = num_splits(maximum(z.shape[1]), vocab, TILE_SOFT)
+        part = self._scratch("float32", (splits, *z.shape))
+        source = {"probs": probs} if probs not in self._logits else {
+            "logits": self._logits[probs], "log_sum_exp": self._named["log_sum_exp"]
+        }  # fmt: skip
+        self._emit("soft_embedding", z.shape[0], {"table": table} | source, {"part": part})
+        self._emit(
+            "sum_rows", z.shape[0], {"part": part}, {"y": self._new_rows(z)}, scale=node.attributes["scale"]
+        )
+
+    def _lower_output(self, node: Kernel) -> None:
+        """Most values were written to their place by the node that made them."""
+        rows = self._rows_of(node.inputs["x"])
+        assert rows is node.outputs["y"]
+
+    # Head.
+
+    def _lower_predict(self, node: Kernel) -> None:
+        i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
+        operand, weight, cap = self._heads.pop(logits)
+        rows, vocab = logits.shape[0], maximum(logits.shape[1])
+        is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
+        is_sampled = not is_greedy and not is_filtered
+        draw = {} if is_greedy else {name: i[name] for name in ("seed", "step", "block_idx")}
+        names = ["tile_max", "tile_sum", "tile_weighted", "tile_argmax"]
+        if is_sampled:
+            names += ["tile_score", "tile_sample", "tile_sample_logit"]
+        tiles = -(-vocab // TILE_V)
+        partials = {
+            name: self._scratch("int32" if name in ("tile_argmax", "tile_sample") else "float32", (tiles, rows))
+            for name in names
+        }
+        written = dict(partials)
+        if is_filtered or len(self._uses[logits]) > 1:
+            written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
+        inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
+        self._emit("head_stats", rows, inputs | (draw if is_sampled else {}), written, cap=cap)
+        merged = {name: o[name] for name in ("argmax", "argmax_confidence", "token", "confidence", "entropy",
+                                             "log_sum_exp", "is_finite_row")}  # fmt: skip
+        merged["max_logit"] = self._scratch("float32", (rows,))
+        drawn = {"is_drawn": i["is_drawn"]} if is_sampled else {}
+        self._emit("head_merge", rows, partials | drawn, merged)
+        if is_filtered:
+            filters = {name: i[name] for name in ("is_drawn", "top_k", "top_p", "min_p")}
+            self._emit(
+                "filtered_draw", rows,
+                {"logits": written["logits"], "max_logit": merged["max_logit"], "log_sum_exp": o["log_sum_exp"],
+                 "token": o["token"], "confidence": o["confidence"]} | filters | draw,
+                {"token": o["token"], "confidence": o["confidence"]},
+            )  # fmt: skip
+        self._emit("all_finite", rows, {"is_finite_row": o["is_finite_row"]}, {"is_finite": o["is_finite"]})
+
+    def _lower_probabilities(self, node: Kernel) -> None:
+        """Not computed: the soft embedding takes them from the logits."""
+        self._logits[node.outputs["probs"]] = self._logits[node.inputs["logits"]]
+        self._named["log_sum_exp"] = node.inputs["log_sum_exp"]
+
+    # Loop operations pass through.
+
+    def _lower_publish(self, node: Kernel) -> None:
+        kind = RECORD_KINDS.index(str(node.attributes["kind"]))
+        for op in ("pack_record", "publish"):
+            inputs = node.inputs if op == "pack_record" else {}
+            self._nodes.append(Kernel(op=op, inputs=inputs, outputs=node.outputs, attributes={"kind": kind}))
+
+    def _lower_other(self, node: Kernel) -> None:
+        assert node.op in LOOP_OPS, f"no lowering of {node.op}"
+        attributes: dict[str, Value] = dict(node.attributes)
+        operands, buffers = (*signature(node.op)[0], *signature(node.op)[1]), dict(node.inputs) | dict(node.outputs)
+        for operand in operands:
+            if operand.dims == ("L",):
+                attributes["length"] = maximum(buffers[operand.name].shape[0])
+        self._nodes.append(Kernel(op=node.op, inputs=node.inputs, outputs=node.outputs, attributes=attributes))
+
+    # Parts.
+
+    def _mlp(self, operand: Buffer, inputs: Mapping[str, Buffer], rows: Dim, activation: Value) -> Buffer:
+        """Partial sums of down(act(gate x) * up x)."""
+        down = self._pack(inputs["down"])
+        part = self._matmul(operand, self._pack(inputs["gate"], inputs["up"]), rows)
+        product = self._scratch(operand_type(down.dtype), (rows, maximum(inputs["gate"].shape[0])))
+        self._emit("gate", rows, {"part": part}, {"operand": product}, activation=activation)
+        return self._matmul(product, down, rows)
+
+    def _matmul(self, operand: Buffer, weight: Buffer, rows: Dim) -> Buffer:
+        n, k = map(maximum, weight.shape)
+        part = self._scratch("float32", (num_splits(n, k, tile_k(weight.dtype)), rows, n))
+        self._emit(MATMULS[weight.dtype], rows, {"x": operand, "weight": weight}, {"part": part})
+        return part
+
+    def _take_sum(self, forms: _Forms) -> dict[str, Buffer]:
+        """Operands `x` and `part` of a kernel that adds up a waiting value."""
+        assert forms.sum_of is not None and not forms.cap
+        x, part = forms.sum_of
+        return ({} if x is None else {"x": x}) | {"part": part}
+
+    def _rows_of(self, value: Buffer) -> Buffer:
+        """`value` as float32 rows, summed up now if it waits."""
+        forms = self._forms.setdefault(value, _Forms(rows=value))
+        if forms.rows is None:
+            assert forms.sum_of is not None, f"{value.name} exists only as operand"
+            x, part = forms.sum_of
+            inputs = ({} if x is None else {"x": x}) | {"part": part}
+            forms.rows, forms.sum_of = self._output_or_scratch(value), None
+            self._emit("sum_rows", value.shape[0], inputs, {"y": forms.rows}, cap=forms.cap)
+        return forms.rows
+
+    def _operand(self, value: Buffer, dtype: str) -> Buffer:
+        """`value` as operand, made now unless the kernel that made it did so."""
+        forms = self._forms.setdefault(value, _Forms(rows=value))
+        if dtype not in forms.operands:
+            rows = self._rows_of(value)
+            forms.operands[dtype] = self._scratch(dtype, value.shape)
+            self._emit("sum_rows", value.shape[0], {"x": rows}, {"y": forms.operands[dtype]})
+        return forms.operands[dtype]
+
+    def _operand_of(self, use: Kernel, role: str) -> str:
+        """Type of operand in which `use` reads this input, or "rows"."""
+        if (use.op, role) not in _MATRIX_INPUTS:
+            return "rows"
+        weight = next(use.inputs[name] for name in ("weight", "wq", "gate") if name in use.inputs)
+        return operand_type(weight.dtype)
+
+    def _waiting(self) -> list[Buffer]:
+        return [value for value, forms in self._forms.items() if forms.sum_of is not None]
+
+    def _is_read_inside(self, value: Buffer, node: While | If) -> bool:
+        inside = {id(kernel) for kernel in walk(node.body)}
+        return any(id(use) in inside for use, _ in self._uses.get(value, []))
+
+    def _new_rows(self, value: Buffer) -> Buffer:
+        rows = self._output_or_scratch(value)
+        self._forms.setdefault(value, _Forms()).rows = rows
+        return rows
+
+    def _output_or_scratch(self, value: Buffer) -> Buffer:
+        """Where the rows of `value` go: the state that it is the output of, or scratch."""
+        uses = self._uses.get(value, [])
+        is_output = len(uses) == 1 and uses[0][0].op == "output"
+        return uses[0][0].outputs["y"] if is_output else self._scratch("float32", value.shape)
+
+    def _pack(self, *tensors: Buffer) -> Buffer:
+        """The rows of `tensors` as one weight."""
+        if tensors not in self._packed:
+            dtype, n = tensors[0].dtype, sum(maximum(t.shape[0]) for t in tensors)
+            assert all(t.dtype == dtype for t in tensors), "tensors of one projection have one format"
+            first, *others = (t.name.removesuffix(".weight") for t in tensors)
+            name = "+".join((first, *(other.rpartition(".")[2] for other in others)))
+            packed = Buffer(name=name, kind="weight", dtype=dtype, shape=(n, tensors[0].shape[1]), layout="packed")
+            self._packed[tensors] = packed
+            self.sources[packed] = tensors
+        return self._packed[tensors]
+
+    def _rope_table(self, name: str, rope: RopeConfig, head_dim: int) -> Buffer:
+        """Rotary table [C, R / 2] of the program's context."""
+        full = f"rope.{describe_rope(rope)}.{head_dim}.{name}"
+        if full not in self._named:
+            width = len(rope_inv_freq(rope, head_dim)[0])
+            self._named[full] = Buffer(name=full, kind="weight", dtype="float32", shape=(self._capacity, width))
+        return self._named[full]
+
+    def _constant(self, value: int) -> Buffer:
+        name = f"{CONSTANT}{value}"
+        if name not in self._named:
+            self._named[name] = Buffer(name=name, kind="scalar", dtype="int32", shape=())
+        return self._named[name]
+
+    def _scratch(self, dtype: str, shape: tuple[Dim, ...]) -> Buffer:
+        self._num_scratch += 1
+        return Buffer(name=f"%{self._num_scratch - 1}", kind="scratch", dtype=dtype, shape=shape)
+
+    def _emit(
+        self, op: str, rows: Dim, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer], **attributes: Value
+    ) -> None:
+        """One kernel over `rows` rows, whose number it reads from the device."""
+        count = rows.count if isinstance(rows, Rows) else self._constant(rows)
+        inputs = dict(inputs) | {"rows": count}
+        self._nodes.append(Kernel(op=op, inputs=inputs, outputs=dict(outputs), attributes=attributes))

@@ -1,0 +1,162 @@
+"""Three ways to run a program's steps: one graph for the loop, one graph for each straight piece, one launch at a time.
+
+All three run the same launches over the same memory, so they give the same numbers. A runner that cannot be built is
+replaced by the next one, with the reason in the log.
+
+    loop   the device decides every turn; one launch runs until the program ends
+    step   the host reads each flag; straight pieces between flags are graphs
+    off    the host reads each flag and launches every kernel: for debugging and profilers
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from dlmrt.cuda.graph import MIN_DRIVER, LoopGraph, Region, Step
+from dlmrt.cuda.launches import Launch
+from dlmrt.errors import DeviceError
+
+logger = logging.getLogger(__name__)
+
+MODES = ("loop", "step", "off")
+
+
+class Runner(Protocol):
+    """Steps that are ready to run."""
+
+    mode: str
+
+    def run(self) -> None:
+        """Run once and wait for the end."""
+
+
+class Launches:
+    """Mode `off`."""
+
+    mode = "off"
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self._steps = steps
+
+    def run(self) -> None:
+        """See `Runner`."""
+        _walk(self._steps, Launch.run)
+
+
+class PieceGraphs:
+    """Mode `step`."""
+
+    mode = "step"
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        prepare(steps)
+        self._steps = _in_pieces(steps, _captured)
+
+    def run(self) -> None:
+        """See `Runner`."""
+        _walk(self._steps, lambda piece: piece.replay())
+
+
+class WholeGraph:
+    """Mode `loop`."""
+
+    mode = "loop"
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        driver = loop_driver()
+        prepare(steps)
+        torch.cuda.synchronize()
+        self._graph = LoopGraph(driver, _on_raw_stream)
+        self._graph.capture(steps)
+
+    def run(self) -> None:
+        """See `Runner`."""
+        stream = torch.cuda.current_stream()
+        self._graph.launch(stream.cuda_stream)
+        stream.synchronize()
+
+
+def make_runner(steps: tuple[Step, ...], *, mode: str, device: torch.device) -> Runner:
+    """The runner of `mode`, or the next one that works; a machine without a device launches one by one."""
+    if device.type != "cuda":
+        return Launches(steps)
+    kinds: dict[str, Callable[[tuple[Step, ...]], Runner]] = {"loop": WholeGraph, "step": PieceGraphs}
+    for name in MODES[MODES.index(mode) : -1]:
+        try:
+            return kinds[name](steps)
+        except (DeviceError, ImportError, RuntimeError) as error:
+            logger.warning("CUDA graph mode %s is not available, using the next one: %s", name, error)
+    return Launches(steps)
+
+
+def loop_driver() -> Any:
+    """`cuda.bindings.driver` where it and the driver can capture loops.
+
+    Raises:
+        DeviceError: one of them is too old.
+    """
+    from cuda.bindings import driver
+
+    if not hasattr(driver, "cuStreamBeginCaptureToGraph") or not hasattr(driver, "cuGraphConditionalHandleCreate"):
+        raise DeviceError("cuda-bindings is older than 13; install cuda-bindings>=13.0.3,<14")
+    error, version = driver.cuDriverGetVersion()
+    if int(error) or version < MIN_DRIVER:
+        raise DeviceError(f"the driver knows CUDA {version / 1000:.1f}; loops in graphs need 12.6, update it")
+    return driver
+
+
+def prepare(steps: tuple[Step, ...]) -> None:
+    """Compile and load every kernel."""
+    for step in steps:
+        if isinstance(step, Launch):
+            step.prepare()
+        else:
+            prepare(step.body)
+
+
+def _walk(steps: tuple[Any, ...], run: Callable[[Any], None]) -> None:
+    for step in steps:
+        if not isinstance(step, Region):
+            run(step)
+        elif step.is_loop:
+            while int(step.flag):
+                _walk(step.body, run)
+        elif int(step.flag):
+            _walk(step.body, run)
+
+
+def _in_pieces(steps: tuple[Step, ...], capture: Callable[[list[Launch]], Any]) -> tuple[Any, ...]:
+    """Each run of launches as one captured piece, regions with their bodies likewise."""
+    pieces: list[Any] = []
+    straight: list[Launch] = []
+    for step in (*steps, None):
+        if isinstance(step, Launch):
+            straight.append(step)
+            continue
+        if straight:
+            pieces.append(capture(straight))
+            straight = []
+        if step is not None:
+            body = _in_pieces(step.body, capture)
+            pieces.append(Region(is_loop=step.is_loop, flag=step.flag, name=step.name, body=body))
+    return tuple(pieces)
+
+
+def _captured(launches: list[Launch]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+        for launch in launches:
+            launch.run()
+    return graph
+
+
+def _on_raw_stream(stream: int) -> AbstractContextManager[object]:
+    context: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream))
+    return context

@@ -1,0 +1,107 @@
+"""The calls that `LoopGraph` makes on a stand-in of the driver, what the captured graph computes, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from stand_in import HOST, GraphRunner, StandInDriver
+
+from dlmrt.cuda.graph import LoopGraph, Region
+from dlmrt.cuda.launches import Launch
+from dlmrt.errors import DeviceError
+
+
+def number(value):
+    return torch.tensor([value], dtype=torch.int32)
+
+
+def step(name, action=None):
+    """A launch that runs `action` where a kernel would."""
+    return Launch(op=name, kernel={(1,): lambda **_: action() if action else None}, grid=(1,), arguments={})
+
+
+def loop(flag, *body):
+    return Region(is_loop=True, flag=flag, name="flag", body=body)
+
+
+def branch(flag, *body):
+    return Region(is_loop=False, flag=flag, name="flag", body=body)
+
+
+def test_bodies_are_nested_and_every_node_waits_for_the_one_before_it():
+    flag = number(0)
+    runner = GraphRunner((step("a"), loop(flag, step("b"), branch(flag, step("c")), step("d")), step("e")))
+    driver, root = runner.driver, runner.graph.graph
+    inside = ["b", "set_condition", ("if", ["c"]), "d", "set_condition"]
+    assert driver.tree(root) == ["a", "set_condition", ("while", inside), "e"]
+    bodies = [root, *(node.body for node in driver.nodes.values() if node.body)]
+    for graph in bodies:
+        numbers = driver.graphs[graph]
+        assert driver.nodes[numbers[0]].dependencies == ()
+        for before, after in zip(numbers, numbers[1:], strict=False):
+            assert driver.nodes[after].dependencies == (before,)
+    assert not driver.capturing and not driver.current
+
+
+def test_nested_loops_count_as_python_loops_do():
+    outer, inner, odd, count, hits = (number(0) for _ in range(5))
+
+    def end_of_outer():
+        odd.copy_(outer % 2)
+        outer.sub_(1)
+
+    runner = GraphRunner(
+        (
+            loop(
+                outer,
+                step("fill", lambda: inner.fill_(10)),
+                loop(inner, step("count", lambda: (count.add_(1), inner.sub_(1)))),
+                step("end", end_of_outer),
+                branch(odd, step("hit", lambda: hits.add_(1))),
+            ),
+        )
+    )
+    assert int(count) == 0, "recording runs nothing"
+    for turns in (7, 0, 4):
+        outer.fill_(turns), count.zero_(), hits.zero_()
+        runner.run()
+        assert int(count) == 10 * turns and int(hits) == (turns + 1) // 2
+
+
+def test_an_error_in_a_body_leaves_no_stream_capturing():
+    driver = StandInDriver()
+
+    def launch(step):
+        raise RuntimeError("boom")
+
+    graph = LoopGraph(driver, driver.on_stream, launch)
+    with pytest.raises(RuntimeError, match="boom"):
+        graph.capture((loop(number(1), loop(number(1), step("a"))),))
+    assert not driver.capturing and not driver.current
+
+
+@pytest.mark.parametrize("name", ["cuGraphAddNode", "cuGraphInstantiate", "cuStreamBeginCaptureToGraph"])
+def test_a_refusal_of_the_driver_is_reported_with_the_way_out(name):
+    driver = StandInDriver(fails=name)
+    graph = LoopGraph(driver, driver.on_stream, driver.record)
+    with pytest.raises(DeviceError, match="DLMRT_CUDA_GRAPH=step"):
+        graph.capture((loop(number(0), step("a")),))
+    assert not driver.capturing
+
+
+def test_kinds_of_nodes_that_bodies_must_not_hold_are_refused():
+    driver = StandInDriver()
+
+    def launch(step):
+        driver.record(step)
+        driver.nodes[driver._last].kind = HOST
+
+    graph = LoopGraph(driver, driver.on_stream, launch)
+    with pytest.raises(DeviceError, match="cannot hold"):
+        graph.capture((loop(number(0), step("a")),))
+
+
+def test_a_capture_can_be_freed():
+    runner = GraphRunner((step("a"),))
+    runner.graph.close()
+    assert runner.graph.graph is None

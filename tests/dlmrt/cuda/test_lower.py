@@ -1,0 +1,127 @@
+"""What the lowering makes of recorded programs; running this file as a program renews the golden listings.
+
+The golden files also are what a capture must do: the calls on the stand-in driver equal the listing, node for node.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from pairs_cuda import ADAPTER, UNIFORM_SHIFTED, draw_params, small_config
+from stand_in import GraphRunner
+
+from dlmrt.cuda import programs
+from dlmrt.cuda.lower import bounded, lower
+from dlmrt.cuda.programs import ProgramStore
+from dlmrt.cuda.weights import Packed
+from dlmrt.program.forwards import Formats, record_canvas, record_extend
+from dlmrt.program.loop import LoopOptions, record_loop, record_types
+from dlmrt.program.nodes import Kernel, While, walk
+from dlmrt.program.plan import plan
+from dlmrt.program.show import show
+
+GOLDEN = Path(__file__).parent / "golden"
+BF16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
+RESIDUAL = small_config(residual=ADAPTER)
+SHIFTED = small_config(**UNIFORM_SHIFTED)
+GREEDY = LoopOptions(canvas_length=4, prefill_chunk=16, commit_rule="threshold", use_residual=True)
+DRAWN = LoopOptions(canvas_length=4, prefill_chunk=16, commit_rule="joint_threshold", is_greedy=False)
+FILTERED = LoopOptions(
+    canvas_length=4, prefill_chunk=16, commit_rule="entropy_bound", is_greedy=False, is_filtered=True
+)
+
+RECORDED = {
+    "canvas_float32.txt": (SHIFTED, record_canvas(SHIFTED, Formats(), capacity=512, max_rows=4)),
+    "loop_bfloat16_residual.txt": (RESIDUAL, record_loop(RESIDUAL, BF16, GREEDY, capacity=512)),
+    "loop_drawn": (SHIFTED, record_loop(SHIFTED, Formats(), DRAWN, capacity=512)),
+    "loop_filtered": (SHIFTED, record_loop(SHIFTED, BF16, FILTERED, capacity=512)),
+    "extend": (RESIDUAL, record_extend(RESIDUAL, BF16, capacity=512, max_rows=16)),
+}
+
+
+def lowered(name):
+    config, program = RECORDED[name]
+    made = lower(program, config).program
+    return bounded(made) if record_types(program) else made
+
+
+@pytest.mark.parametrize("name", [name for name in RECORDED if name.endswith(".txt")])
+def test_listing_equals_the_golden_file(name):
+    assert show(lowered(name)) == (GOLDEN / name).read_text()
+
+
+def calls(body):
+    """The launches and conditional nodes that a capture of `body` must make."""
+    made = []
+    for node in body:
+        if isinstance(node, Kernel):
+            made.append(node.op)
+        elif isinstance(node, While):
+            made += ["set_condition", ("while", [*calls(node.body), "set_condition"])]
+        else:
+            made += ["set_condition", ("if", calls(node.body))]
+    return made
+
+
+@pytest.mark.parametrize("name", list(RECORDED))
+def test_the_calls_on_the_driver_equal_the_listing(name, monkeypatch):
+    config, program = RECORDED[name]
+    monkeypatch.setattr(programs, "make_runner", lambda steps, **_: GraphRunner(steps))
+    params = {key: Packed(values=values) for key, values in draw_params(config).items()}
+    store = ProgramStore(config, params, device=torch.device("cpu"), mode="loop")
+    store.reserve(512, 0)
+    runner = store.get("it", lambda: program).runner
+    assert runner.driver.tree(runner.graph.graph) == calls(lowered(name).body)
+
+
+@pytest.mark.parametrize("name", list(RECORDED))
+def test_no_read_sees_another_buffers_write(name):
+    """Execute the placement, every loop twice: the bytes that a node reads are still those of the buffer it reads."""
+    program = lowered(name)
+    placement, owner = plan(program), {}
+
+    def span(buffer):
+        first = placement.offsets[buffer]
+        return range(first // 64, -(-(first + max(buffer.num_bytes, 1)) // 64))
+
+    def run(body):
+        for node in body:
+            if not isinstance(node, Kernel):
+                for _ in range(2 if isinstance(node, While) else 1):
+                    run(node.body)
+                continue
+            for buffer in node.inputs.values():
+                if buffer.kind == "scratch":
+                    assert all(owner.get(at) is buffer for at in span(buffer)), f"{node.op} reads {buffer.name}"
+            for buffer in node.outputs.values():
+                if buffer.kind == "scratch":
+                    owner.update(dict.fromkeys(span(buffer), buffer))
+
+    run(program.body)
+
+
+def test_logits_exist_only_where_something_reads_them():
+    """A greedy or drawn program without residual takes statistics tile by tile."""
+    has_logits = {
+        name: any(isinstance(node, Kernel) and "logits" in node.outputs for node in walk(lowered(name).body))
+        for name in RECORDED
+    }
+    assert not has_logits["loop_drawn"]
+    assert has_logits["loop_filtered"] and has_logits["loop_bfloat16_residual.txt"]
+
+
+def test_a_layer_is_ten_launches():
+    """Norms take the sums before them, so no kernel only adds."""
+    ops = [node.op for node in lowered("canvas_float32.txt").body if isinstance(node, Kernel)]
+    layer = ["matmul", "qk_norm_rope_store", "attention", "attention_merge", "matmul", "norm", "matmul", "gate",
+             "matmul", "norm"]  # fmt: skip
+    assert ops == ["embed", "norm", *layer, "shift", "matmul", "sum_rows"]
+
+
+if __name__ == "__main__":
+    GOLDEN.mkdir(exist_ok=True)
+    for file in RECORDED:
+        if file.endswith(".txt"):
+            (GOLDEN / file).write_text(show(lowered(file)))
