@@ -109,10 +109,11 @@ class PathwayOptimizers(NamedOptimizers):
 
     Args:
         params: leaves that require gradients, by name.
+        adapter: how the names of the pathway's parameters begin.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], section: UpdateSection) -> None:
-        pathway = [n for n in params if n.startswith(qwen3.ADAPTER)]
+    def __init__(self, params: Mapping[str, Tensor], section: UpdateSection, *, adapter: str) -> None:
+        pathway = [n for n in params if n.startswith(adapter)]
         names = {"backbone": [n for n in params if n not in pathway], "residual": pathway}
         names = {group: members for group, members in names.items() if members}
         base_lr = {"backbone": section.lr, "residual": section.lr * section.residual_lr_ratio}
@@ -129,6 +130,6 @@ class PathwayOptimizers(NamedOptimizers):
     def clip(self, max_norm: float) -> dict[str, float]:
         """Clip the gradients of each group to `max_norm`; their norms before that."""
         return {
-            group: float(torch.nn.utils.clip_grad_norm_([self.params[n] for n in members], max_norm))
+            group: float(whole(torch.nn.utils.clip_grad_norm_([self.params[n] for n in members], max_norm)))
             for group, members in self.names.items()
         }

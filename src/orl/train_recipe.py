@@ -119,6 +119,25 @@ class UpdateSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneSection:
+    """Which parameters train, and what their backward keeps. The residual adapter always trains."""
+
+    what: Literal["full", "lora", "adapter"] = "full"  # all but routers; low-rank factors; the adapter alone
+    lora_rank: int = 32
+    lora_alpha: float = 64.0  # scale of the factors' product: alpha / rank
+    checkpoint_layers: bool = False  # keep a layer's input alone and compute the layer again in backward
+
+    def __post_init__(self) -> None:
+        check_range(self, "lora_rank", 1)
+        check_range(self, "lora_alpha", 0)
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the low-rank product."""
+        return self.lora_alpha / self.lora_rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSection:
     """Evaluation on held-out problems under several settings: what the best checkpoint is chosen by."""
 
@@ -160,5 +179,6 @@ class TrainRecipe:
     states: StatesSection = field(default_factory=StatesSection)
     loss: LossSection = field(default_factory=LossSection)
     optim: UpdateSection = field(default_factory=UpdateSection)
+    tune: TuneSection = field(default_factory=TuneSection)
     eval: EvalSection = field(default_factory=EvalSection)
     run: TrainRunSection = field(default_factory=TrainRunSection)

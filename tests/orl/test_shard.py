@@ -22,6 +22,8 @@ from orl.ranks import Ranks
 from orl.recipe import dump_recipe
 from orl.shard import ShardedParams
 
+pytestmark = pytest.mark.timeout(300)  # three processes that import torch, on a loaded machine
+
 # Loss of two sequences, one a process, against both on one; prints the largest differences.
 COMPARE = """
 import torch, torch.distributed as dist
@@ -138,7 +140,7 @@ def test_two_processes_have_the_loss_and_gradients_of_one(torchrun, tmp_path: Pa
     (tmp_path / "compare.py").write_text(COMPARE)
     (tmp_path / "test_shard.py").write_text(Path(__file__).read_text())
     process = torchrun(tmp_path / "compare.py")
-    stdout, stderr = process.communicate(timeout=100)
+    stdout, stderr = process.communicate(timeout=280)
     assert process.returncode == 0, stderr[-3000:]
     assert stdout.count("equal") == 2
 
@@ -151,7 +153,7 @@ def test_pretraining_in_two_processes_is_that_of_one_and_goes_on(torchrun, make_
     path.write_text(dump_recipe(recipe))
     for _ in range(2):
         process = torchrun("-m", "orl", "pretrain", path, "--run-dir", tmp_path / "two", "--quiet", "--stop-after", "0")
-        stdout, stderr = process.communicate(timeout=100)
+        stdout, stderr = process.communicate(timeout=280)
         assert process.returncode == 0, stderr[-3000:]
         assert stdout == f"{tmp_path / 'two' / 'model'}\n"
     one, two = (

@@ -22,7 +22,7 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
     "adapter_shapes", "forward",
     "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
@@ -57,6 +57,7 @@ JOINS_EXPERTS = True
 STOP_TOKENS = ("<turn|>",)
 UNQUANTIZED = r"\.router\.|self_conditioning"
 ROUTER = ".router.proj.weight"
+CONTEXT_DIFFERS = True
 FLOAT32 = ()
 
 

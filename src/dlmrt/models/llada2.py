@@ -20,7 +20,7 @@ from dlmrt.models.layers import ADAPTER, Rename, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
     "adapter_shapes", "forward",
     "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
@@ -44,6 +44,7 @@ JOINS_EXPERTS = False
 STOP_TOKENS = ("<|role_end|>",)
 UNQUANTIZED = r"\.mlp\.gate\.weight$|residual_adapter"
 ROUTER = ".mlp.gate.weight"
+CONTEXT_DIFFERS = False
 FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 
 

@@ -20,8 +20,9 @@ from dlmrt.models.layers import ADAPTER, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
-    "adapter_shapes", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER",
+    "STOP_TOKENS", "UNQUANTIZED", "adapter_shapes", "forward", "has_residual", "head", "soft_embedding",
+    "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -32,6 +33,7 @@ JOINS_EXPERTS = False
 STOP_TOKENS = ()
 UNQUANTIZED = r"residual_adapter"
 ROUTER = ""
+CONTEXT_DIFFERS = False
 FLOAT32 = ()
 
 
