@@ -22,6 +22,7 @@ from orl.cli_measure import DebugOption, QuietOption, compare, evaluate, frontie
 
 if TYPE_CHECKING:
     from orl.recipe import PretrainRecipe
+    from orl.train_recipe import TrainRecipe
 
 app = typer.Typer(
     name="orl",
@@ -140,6 +141,11 @@ def train(
     stop_after: Annotated[
         float | None, typer.Option(min=0, help="Save and stop after this many seconds; call again to go on.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Count parameters, memory and rows from run.init's config.json; train nothing."),
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that a dry run counts for.")] = 1,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
@@ -156,6 +162,9 @@ def train(
         from orl.train_recipe import TrainRecipe
 
         resolved = load_recipe(recipe, TrainRecipe, set_ or [])
+        if dry_run:
+            typer.echo(json.dumps(_dry_run(resolved, ranks), indent=1))
+            return
         folder = run_dir or Path("runs") / recipe.stem
         quiet = quiet or not is_main_process()
         try:
@@ -167,6 +176,16 @@ def train(
             raise
         if is_main_process():
             typer.echo(model)
+
+
+def _dry_run(recipe: TrainRecipe, num_ranks: int) -> dict[str, Any]:
+    """Counts for prompts of 200 tokens and answers of 500, the middle of the tasks that papers train on."""
+    from dlmrt.checkpoint.hub import resolve
+    from dlmrt.models.config import load_config
+    from orl.dry_run import dry_run
+
+    config = load_config(resolve(recipe.run.init))
+    return dry_run(config, recipe, num_ranks=num_ranks, prompt_tokens=200, answer_tokens=500)
 
 
 def _held_out_evaluation(recipe: PretrainRecipe) -> Callable[[Path], dict[str, Any]]:

@@ -29,8 +29,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dlmrt.checkpoint.hub import resolve
-from dlmrt.checkpoint.load import load_params, open_checkpoint
+from dlmrt.checkpoint.load import load_params
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.sampling import banned_ids
@@ -54,7 +53,7 @@ from orl.selection import Evaluations
 from orl.shard import ShardedParams, whole
 from orl.start import noise_of
 from orl.train_recipe import TrainRecipe
-from orl.tune import plain_weights, trained_params
+from orl.tune import plain_weights, start_checkpoint, trained_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +130,11 @@ class TrainRun:
         if ranks.is_main:
             self.folder = RunFolder(run_dir)
             self.folder.check_recipe(recipe)
-        self.start = open_checkpoint(resolve(recipe.run.init))
+        self.adapter = run_dir / "start_adapter" if recipe.tune.new_adapter_width else None
+        self.start = start_checkpoint(
+            recipe.run.init, recipe.tune, run_dir / "start_adapter", ranks, seed=recipe.run.seed
+        )
         self.config = self.start.config
-        if self.config.diffusion is None:
-            raise RecipeError(f"run.init {recipe.run.init} is no diffusion model; make one of it with orl pretrain")
         start = load_params(self.start, dtype="float32")
         self.fingerprint = _fingerprint(start)
         saved = ranks.from_main(self.folder.load_state() if self.folder else None)
@@ -340,7 +340,9 @@ class TrainRun:
         if section.source == "gold":
             workers = 1  # for evaluation only
         engines = [
-            Engine.load(self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1)
+            Engine.load(
+                self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1, adapter=self.adapter
+            )
             for _ in range(workers)
         ]
         config = DecodeConfig(**self._setting(section.setting).options)

@@ -125,11 +125,12 @@ class TuneSection:
     what: Literal["full", "lora", "adapter"] = "full"  # all but routers; low-rank factors; the adapter alone
     lora_rank: int = 32
     lora_alpha: float = 64.0  # scale of the factors' product: alpha / rank
+    new_adapter_width: int = 0  # of a fresh adapter for a start model that has none; 0: the start model's own
     checkpoint_layers: bool = False  # keep a layer's input alone and compute the layer again in backward
 
     def __post_init__(self) -> None:
         check_range(self, "lora_rank", 1)
-        check_range(self, "lora_alpha", 0)
+        check_range(self, "lora_alpha new_adapter_width", 0)
 
     @property
     def lora_scale(self) -> float:
