@@ -3,8 +3,8 @@
     python benchmarks/train_step.py --prompts 2 --responses 16 --json benchmarks/results/train_step.json
 
 The same kept states of real rollouts go through all arms. *All off*: every state is a sequence of its own [prompt ;
-clean prefix ; canvas], padded to the longest of its micro-batch, under a dense mask; states are dealt to ranks by turns;
-every residual is captured. Pieces are added in this order: packing with the staircase, dealing by cost, capture of a
+clean prefix ; canvas], padded to the longest of its micro-batch, under a dense mask; states are dealt to ranks by
+turns; every residual is captured. Pieces are added in this order: packing with the staircase, dealing by cost, capture of a
 reservoir only. Losses of all arms agree, which is checked. Ranks are simulated: their micro-batches run one after the
 other in this process, and a step takes as long as the slowest rank.
 
@@ -207,9 +207,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         assert abs(loss - rows[0]["loss"]) <= 1e-4 * abs(rows[0]["loss"]), (name, loss, rows[0]["loss"])
     return {
         "schema": "orl.train_step/1",
-        "conditions": conditions() | {
-            key: value for key, value in vars(options).items() if key != "json"
-        } | {"device": "cpu; not run on a GPU", "torch_threads": torch.get_num_threads()},
+        "conditions": conditions(num_threads=1, device="cpu; not run on a GPU", **settings),
         "num_responses": len(responses),
         "num_states": sum(len(r.states) for r in responses),
         "packed_rows": sum(r.num_rows for r in responses),

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.models import qwen3
 from dlmrt.models.config import ResidualConfig
 from dlmrt.ops import eager as ops
@@ -21,6 +22,18 @@ from orl.pretrain import pretrain
 from orl.ranks import Ranks
 from orl.recipe import dump_recipe
 from orl.shard import ShardedParams
+from orl.train import train
+from orl.train_recipe import (
+    EvalSection,
+    KeepSection,
+    PromptSection,
+    RolloutSection,
+    StatesSection,
+    TrainRecipe,
+    TrainRunSection,
+    TuneSection,
+    UpdateSection,
+)
 
 pytestmark = pytest.mark.timeout(300)  # three processes that import torch, on a loaded machine
 
@@ -170,6 +183,48 @@ def test_pretraining_in_two_processes_is_that_of_one_and_goes_on(torchrun, make_
         load_file(tmp_path / "two/model/model.safetensors").keys()
         == load_file(tmp_path / "one/model/model.safetensors").keys()
     )
+
+
+def test_orl_training_in_two_processes_is_that_of_one(
+    torchrun, make_model, tokenizer_dir: Path, make_recipe, tmp_path: Path
+):
+    """Problems, answers, states, loss, norms over two updates; low-rank factors, layers computed again in backward.
+
+    Three prompts, so the processes have unequal shares. Gold answers: a random model verifies none of its own.
+    """
+    config, params = make_model(make_recipe())
+    plain = {name: tensor.detach() for name, tensor in params.items()}
+    save_checkpoint(tmp_path / "start", config, plain, dtype="float32", tokenizer_files=tokenizer_dir)
+    recipe = TrainRecipe(
+        prompts=PromptSection(tasks=("chain_sum",), per_update=3),
+        rollout=RolloutSection(source="gold", executor="eager", responses=1),
+        keep=KeepSection(max_per_prompt=1), states=StatesSection(per_block=1),
+        optim=UpdateSection(updates=2, lr=1e-3, warmup_updates=0, rows_per_micro=200),
+        tune=TuneSection(what="lora", lora_rank=2, lora_alpha=4.0, checkpoint_layers=True),
+        eval=EvalSection(every_updates=2, problems=1, settings=("threshold=0.5,max_tokens=4",)),
+        run=TrainRunSection(init=str(tmp_path / "start"), dtype="float32", num_threads=1),
+    )  # fmt: skip
+    train(recipe, tmp_path / "one")
+    path = tmp_path / "recipe.toml"
+    path.write_text(dump_recipe(recipe))
+    process = torchrun("-m", "orl", "train", path, "--run-dir", tmp_path / "two", "--quiet")
+    stdout, stderr = process.communicate(timeout=280)
+    assert process.returncode == 0, stderr[-3000:]
+    assert stdout.startswith(str(tmp_path / "two"))
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("one", "two")
+    )
+    assert [line["step"] for line in one] == [line["step"] for line in two]
+    for ours, theirs in zip(one, two, strict=True):
+        if "loss" in ours:
+            assert (ours["num_states"], ours["policy_version"]) == (theirs["num_states"], theirs["policy_version"])
+            for key in ("loss", "ce", "kl", "backbone_grad_norm", "residual_grad_norm"):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-3, abs=1e-7), key
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("one", "two"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(theirs[name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
 
 
 def test_a_dead_process_ends_the_run_within_seconds_and_is_named(torchrun, make_recipe, tmp_path: Path):
