@@ -4,9 +4,9 @@
 
 The same kept states of real rollouts go through all arms. *All off*: every state is a sequence of its own [prompt ;
 clean prefix ; canvas], padded to the longest of its micro-batch, under a dense mask; states are dealt to ranks by
-turns; every residual is captured. Pieces are added in this order: packing with the staircase, dealing by cost, capture of a
-reservoir only. Losses of all arms agree, which is checked. Ranks are simulated: their micro-batches run one after the
-other in this process, and a step takes as long as the slowest rank.
+turns; every residual is captured. Pieces are added in this order: packing with the staircase, dealing by cost, capture
+of a reservoir only. Losses of all arms agree, which is checked. Ranks are simulated: their micro-batches run one after
+the other in this process, and a step takes as long as the slowest rank.
 
 `train` is replay to gradients; `step` adds the rollouts. With short blocks "all off" repeats the prompt for every state
 and is an easy opponent, so the ratio to a fairer one stands beside it: one row [prompt ; clean ; one noisy copy] for

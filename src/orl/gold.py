@@ -97,7 +97,7 @@ def self_condition(
             response, states=tuple(replace(s, is_anchored_L=np.ones_like(s.is_open_L)) for s in response.states)
         )
         share = Share(response=0, states=tuple(range(len(response.states))))
-        batch = ReplayBatch([everything], [1.0], [share], config)
+        batch = ReplayBatch([everything], [1.0], [share], config, device=str(banned.device))
         z = run_with(params, partial(_first_pass, batch=batch, banned=banned))
         residuals = torch.unflatten(z, 0, (len(response.states), -1)).numpy()
         states = tuple(replace(s, residual_LD=r) for s, r in zip(response.states, residuals, strict=True))
@@ -108,4 +108,4 @@ def _first_pass(params: Mapping[str, Tensor], *, batch: ReplayBatch, banned: Ten
     """Soft embedding float32 [R, D] of the current model's prediction, without a residual."""
     probs = log_probs(packed_logits(params, batch), banned).exp()
     z: Tensor = family_of(batch.config).soft_embedding(cast(Ops, ops), params, batch.config, probs)
-    return z.float()
+    return z.float().cpu()

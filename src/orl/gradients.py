@@ -46,7 +46,14 @@ def accumulate_gradients(
     bins = _micro_batches(responses, config, recipe.optim.rows_per_micro, ranks)
     for shares in bins:
         is_own = bool(shares)
-        batch = ReplayBatch(responses, weights, shares or [Share(response=0, states=(0,))], config)
+        batch = ReplayBatch(
+            responses,
+            weights,
+            shares or [Share(response=0, states=(0,))],
+            config,
+            device=ranks.device,
+            attention=recipe.run.attention,
+        )
         if not is_own:
             batch.weight_S.zero_()
         losses = _micro_batch(params, reference, batch, recipe, banned=banned, always_residual=ranks.size > 1)
@@ -98,7 +105,7 @@ def _micro_batch(
     def losses_of(params: Mapping[str, Tensor]) -> StateLosses:
         return state_losses(logits_of(params), batch, recipe.loss, banned=banned, reference_RV=reference_RV)
 
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+    with torch.autocast(torch.device(batch.device).type, dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
         reference_RV = None
         if recipe.loss.kl_weight:
             with torch.no_grad():

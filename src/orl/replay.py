@@ -32,7 +32,8 @@ from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
 from dlmrt.ops.spec import Ops
 from dlmrt.types import Bool, Float32, Int32
-from orl.attention import Canvases, Layout, StaircaseAttention, staircase
+from orl.attention import Canvases, Layout, staircase
+from orl.kernels import Kind, staircase_attention
 from orl.packing import CLEAN, Share
 from orl.rollout import BlockTrajectory, Trajectory
 from orl.train_recipe import LossSection
@@ -147,22 +148,25 @@ class ReplayBatch:
     Args:
         shares: which states of which response; clean rows are cut behind the last one needed.
         weights: of a state, one a response.
+        device: of the parameters.
+        attention: how the staircase is computed (`orl.kernels`).
     """
 
     def __init__(
-        self,
-        responses: Sequence[ReplayResponse],
-        weights: Sequence[float],
-        shares: Sequence[Share],
-        config: ModelConfig,
-    ) -> None:
+        self, responses: Sequence[ReplayResponse], weights: Sequence[float], shares: Sequence[Share],
+        config: ModelConfig, *, device: str = "cpu", attention: Kind = "auto",
+    ) -> None:  # fmt: skip
         assert config.diffusion is not None
+        self.device, self.attention = device, attention
         self.config, self.diffusion = config, config.diffusion
         self.parts = [_Part(responses[s.response], [responses[s.response].states[i] for i in s.states]) for s in shares]
         self.states = [state for part in self.parts for state in part.states]
         per_part = [(weights[share.response], len(share.states)) for share in shares]
         self.weight_S = torch.tensor([weight for weight, count in per_part for _ in range(count)])
         self._gather_slots()
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "used":
+                setattr(self, name, value.to(device))
 
     def _gather_slots(self) -> None:
         """Slots with a loss, flat over all states."""
@@ -237,13 +241,15 @@ def packed_logits(
     is_noisy = torch.from_numpy(np.concatenate(noisy))
     z, where = _residual(batch.states, is_noisy, config, always=always_residual) if with_residual else (None, None)
     ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
+    ids_T, positions_T, is_noisy = (t.to(batch.device) for t in (ids_T, positions_T, is_noisy))
+    z, where = (None if t is None else t.to(batch.device) for t in (z, where))
     family = family_of(config)
     if family.CONTEXT_DIFFERS:
         hidden = _two_passes(params, config, ids_T, positions_T, is_noisy, layout, z, where)
     else:
-        attend = StaircaseAttention(layout, batch.diffusion)
+        attend = staircase_attention(layout, config, device=batch.device, kind=batch.attention)
         hidden = family.forward(_OPS, params, config, ids_T, positions_T, attend, z=z, where=where)
-    rows_R = torch.from_numpy(np.concatenate(predicted_by))[batch.used]
+    rows_R = torch.from_numpy(np.concatenate(predicted_by))[batch.used].to(batch.device)
     logits: Tensor = family.head(_OPS, params, config, hidden[rows_R])
     return logits
 
@@ -254,7 +260,7 @@ def _two_passes(
 ) -> Tensor:  # fmt: skip
     """Final hidden states [T, D], clean rows run as context and noisy ones as canvases."""
     family, attend, is_clean_T = family_of(config), TwoPassStaircase(layout, config), ~is_noisy_T
-    hidden = torch.zeros(len(ids_T), config.hidden_size, dtype=params[family.EMBEDDING].dtype)
+    hidden = torch.zeros(len(ids_T), config.hidden_size, dtype=params[family.EMBEDDING].dtype, device=ids_T.device)
     if is_clean_T.any():
         clean = family.forward(
             _OPS, params, config, ids_T[is_clean_T], positions_T[is_clean_T], attend.context, is_context=True
@@ -301,7 +307,8 @@ def residual_ratio(params: Mapping[str, Tensor], states: Sequence[ReplayState], 
         return None
     ids = torch.from_numpy(np.concatenate([state.canvas_L for state in given]))
     z = torch.from_numpy(np.concatenate([state.residual_LD for state in given if state.residual_LD is not None]))
-    embeddings = ops.embed(params[family_of(config).EMBEDDING], ids)
+    table = params[family_of(config).EMBEDDING]
+    embeddings, z = ops.embed(table, ids.to(table.device)), z.to(table.device)
     added = layers.mix_residual(ops, params, config, torch.zeros_like(embeddings), z, None)
     return float(added.norm() / embeddings.norm())
 

@@ -140,9 +140,9 @@ class TrainRun:
         saved = ranks.from_main(self.folder.load_state() if self.folder else None)
         self.params = trained_params(
             start, self.config, recipe.tune, seed=recipe.run.seed, saved=None if saved is None else saved[0],
-            states=run_dir,
+            states=run_dir, device=ranks.device,
         )  # fmt: skip
-        self.reference = ShardedParams(start, trained=lambda name: False)
+        self.reference = ShardedParams({n: t.to(ranks.device) for n, t in start.items()}, trained=lambda name: False)
         self.trained = {name: p for name, p in self.params.parameters().items() if p.requires_grad}
         self.optimizers = PathwayOptimizers(self.trained, recipe.optim, adapter=family_of(self.config).ADAPTER)
         prompts = recipe.prompts
@@ -153,7 +153,7 @@ class TrainRun:
         self.pool = self._open_pool()
         self.codec = self.pool.engines[0].tokenizer
         self.noise = noise_of(self.config, self.codec)
-        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
         self.banned[torch.from_numpy(banned_ids(self.pool.engines[0].config, self.codec.known_ids)).long()] = True
         if saved is not None:
             self._restore(*saved)

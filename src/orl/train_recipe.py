@@ -163,6 +163,7 @@ class TrainRunSection:
     init: str = "dlmrt-tiny"  # the start model: name, folder or hub id
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # autocast type of the forward
+    attention: Literal["auto", "enumerated", "flex", "triton"] = "auto"  # of replay; auto: triton on a GPU
     num_threads: int = 0  # of torch; 0: its choice
     save_every_s: float = 120.0
 

@@ -96,7 +96,7 @@ def trains(config: ModelConfig, section: TuneSection) -> Callable[[str], bool]:
 
 def trained_params(
     start: Mapping[str, Tensor], config: ModelConfig, section: TuneSection,
-    *, seed: int, saved: Mapping[str, Tensor] | None, states: Path,
+    *, seed: int, saved: Mapping[str, Tensor] | None, states: Path, device: str = "cpu",
 ) -> ShardedParams:  # fmt: skip
     """Parameters of the model being trained; what does not train is shared with `start`, not copied.
 
@@ -116,7 +116,8 @@ def trained_params(
         mine = {name: tensor for name, tensor in tensors.items() if trained(name)}
         restore_params(mine, {k: v for k, v in saved.items() if k.startswith("param.")}, states)
     return ShardedParams(
-        tensors, trained=trained, checkpoint_layers=section.checkpoint_layers,
+        {name: tensor.to(device) for name, tensor in tensors.items()}, trained=trained,
+        checkpoint_layers=section.checkpoint_layers,
         view=lambda params: lora_view(params, section.lora_scale) if section.what == "lora" else params,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlmrt.eager.executor import canvas_visible, context_visible
 from dlmrt.models.config import DiffusionConfig
 from dlmrt.ops.eager import scaled_dot_product
 from orl.attention import Canvases, StaircaseAttention, staircase
@@ -67,8 +68,9 @@ def mask_of(layout: list, config: DiffusionConfig) -> torch.Tensor:
     return staircase(*map(torch.tensor, (segment, copy, positions, starts)), config)
 
 
-@pytest.mark.parametrize("context", ["causal", "block_causal"])
-@pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
+@pytest.mark.parametrize(
+    ("context", "in_block"), [("causal", "bidirectional"), ("block_causal", "bidirectional"), ("causal", "causal")]
+)
 def test_intervals_are_the_dense_staircase(context: str, in_block: str):
     config = diffusion(context=context, in_block=in_block)
     layout = layout_of(RAGGED, length=4)
@@ -81,6 +83,20 @@ def test_a_window_hides_what_is_behind_it_and_nothing_of_the_canvas():
     assert [np.flatnonzero(row).tolist() for row in seen[:4]] == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
     assert np.flatnonzero(seen[9]).tolist() == [1, 2, 9, 10, 11, 12]
     assert np.flatnonzero(seen[16]).tolist() == [7, 8, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("context", ["causal", "block_causal"])
+@pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_intervals_are_what_the_eager_executor_shows(context: str, in_block: str, window: int | None):
+    config, start = diffusion(context=context, in_block=in_block), 9
+    seen = Intervals.of(layout_of([(12, [(start, 1)])], length=4), config, window=window).dense()
+    positions = torch.arange(12)
+    clean = context_visible(config, positions, positions, window=window)
+    assert np.array_equal(seen[:12, :12], clean.numpy())
+    canvas = canvas_visible(config, start, 4, window=window)
+    expected = np.ones((4, start + 4), dtype=bool) if canvas is None else canvas.numpy()
+    assert np.array_equal(seen[12:, [*range(start), *range(12, 16)]], expected)
 
 
 responses = st.lists(

@@ -32,8 +32,8 @@ class FlexStaircase:
 
     def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `dlmrt.ops.spec.Attend`."""
-        found = self._run(
-            *(t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)), block_mask=self._masks[layer_idx],
+        found: Tensor = self._run(
+            *(t.to(v.dtype).transpose(0, 1).unsqueeze(0) for t in (q, k, v)), block_mask=self._masks[layer_idx],
             scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale, enable_gqa=q.shape[1] != k.shape[1],
         )  # fmt: skip
         return found.squeeze(0).transpose(0, 1).flatten(-2)

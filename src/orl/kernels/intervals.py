@@ -35,8 +35,8 @@ class Intervals:
         """Of the packed rows that `layout` describes.
 
         Args:
-            window: positions that a row sees, itself included; canvas rows see their whole canvas and the `window` - 1
-                positions before it.
+            window: positions that a row sees, itself included; a canvas whose slots all see each other counts as one
+                position.
         """
         low: list[Int32] = []
         high: list[Int32] = []
@@ -44,19 +44,24 @@ class Intervals:
         for first, num_clean, grid, canvases in layout:
             position = np.arange(num_clean)
             bound = position + 1
-            if diffusion.context_attention == "block_causal":
+            if diffusion.context_attention == "block_causal" and diffusion.in_block_attention != "causal":
                 bound = np.minimum(((position - grid) // length + 1) * length + grid, num_clean)
             begin = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
             nothing = np.zeros(num_clean, dtype=np.int32)
             low.append(np.stack([first + begin, nothing]).astype(np.int32))
             high.append(np.stack([first + bound, nothing]).astype(np.int32))
             for group in canvases:
-                context = 0 if window is None else max(0, group.start - window + 1)
+                slot = np.arange(length)
+                is_causal = diffusion.in_block_attention == "causal"
+                end = slot + 1 if is_causal else np.full(length, length)
+                behind, own = np.zeros_like(slot), np.zeros_like(slot)  # where context and canvas begin for each slot
+                if window is not None:
+                    seen_by = group.start + slot if is_causal else np.full(length, group.start)
+                    behind = np.clip(seen_by - window + 1, 0, group.start)
+                    own = np.maximum(slot - window + 1, 0) if is_causal else own
                 for canvas in range(group.first_row, group.first_row + group.count * length, length):
-                    slot = canvas + np.arange(length)
-                    end = slot + 1 if diffusion.in_block_attention == "causal" else np.full(length, canvas + length)
-                    low.append(np.stack([np.full(length, first + context), np.full(length, canvas)]).astype(np.int32))
-                    high.append(np.stack([np.full(length, first + group.start), end]).astype(np.int32))
+                    low.append(np.stack([first + behind, canvas + own]).astype(np.int32))
+                    high.append(np.stack([np.full(length, first + group.start), canvas + end]).astype(np.int32))
         return cls(low_2T=np.concatenate(low, axis=1), high_2T=np.concatenate(high, axis=1))
 
     def dense(self) -> npt.NDArray[np.bool_]:

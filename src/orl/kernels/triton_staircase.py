@@ -201,5 +201,6 @@ class TritonStaircase:
     def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `dlmrt.ops.spec.Attend`."""
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
+        q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast norms leave them in float32
         found: Tensor = _Staircase.apply(q, k, v, self._plans[layer_idx], scale)  # type: ignore[no-untyped-call]
         return found.flatten(-2)
