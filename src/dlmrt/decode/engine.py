@@ -22,6 +22,7 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
 from dlmrt.decode.answer import Reply, Trace
@@ -141,7 +142,7 @@ class Engine:
     @classmethod
     def load(
         cls, name_or_path: str | Path, *, executor: str = "auto", dtype: str = "auto", num_threads: int | None = None,
-        revision: str | None = None,
+        revision: str | None = None, adapter: str | Path | None = None,
     ) -> Engine:  # fmt: skip
         """Load a model by embedded name, folder or hub id.
 
@@ -150,8 +151,11 @@ class Engine:
             dtype: "auto" for the checkpoint's own.
             num_threads: CPU threads; None leaves the executor's default.
             revision: branch, tag or commit of a hub repository.
+            adapter: folder of a residual adapter that was trained on this model (`dlmrt.checkpoint.adapter`).
         """
         checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
+        if adapter is not None:
+            checkpoint = with_adapter(checkpoint, open_adapter(Path(adapter)))
         codec = TextCodec.from_folder(checkpoint.folder)
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
         return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
