@@ -155,6 +155,24 @@ struct DotNibble {
 };
 
 #ifdef DLMRT_AVX512BF16
+inline void transpose8(__m256i (&v)[8]) {  // 8 x 8 of 32 bits
+  __m256i w[8];
+  for (int i = 0; i < 8; i += 2) {
+    w[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      v[i + 2 * j] = _mm256_unpacklo_epi64(w[i + j], w[i + j + 2]);
+      v[i + 2 * j + 1] = _mm256_unpackhi_epi64(w[i + j], w[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {
+    w[i] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x20);
+    w[i + 4] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x31);
+  }
+  for (int i = 0; i < 8; i++) v[i] = w[i];
+}
+
 struct DotBF16 {
   using Acc = F32;
   using A = __m512bh;
