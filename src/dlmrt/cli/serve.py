@@ -130,9 +130,9 @@ def serve(
     )  # fmt: skip
     source = LoadConfig(
         model=name, revision=revision, adapter=adapter, executor=executor or environment.executor,
-        dtype=dtype or environment.dtype,
-        num_threads=num_threads or environment.num_threads, max_model_len=max_model_len,
-        generation_config=generation_config, quantization=quantization, fault=environment.fault,
+        dtype=dtype or environment.dtype, num_threads=num_threads or environment.num_threads,
+        max_model_len=max_model_len, generation_config=generation_config, quantization=quantization,
+        fault=environment.fault,
     )  # fmt: skip
     raise typer.Exit(run(settings, lambda: load_engine(source)))
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,9 +78,16 @@ class QuantizedInput:
         return F.linear(torch.from_numpy(quantize(x.float().numpy())).to(x.dtype), self.weight)
 
 
-def linear(x: Tensor, weight: Tensor | QuantizedInput) -> Tensor:
+class Multiplies(Protocol):
+    """What may stand in place of a weight: rounded inputs, low-rank adaptation."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """X [..., I] times the weight it stands for, [..., O]."""
+
+
+def linear(x: Tensor, weight: Tensor | Multiplies) -> Tensor:
     """See `Ops.linear`."""
-    return weight.multiply(x) if isinstance(weight, QuantizedInput) else F.linear(x, weight)
+    return F.linear(x, weight) if isinstance(weight, Tensor) else weight.multiply(x)
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu") -> Tensor:
