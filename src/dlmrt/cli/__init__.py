@@ -33,7 +33,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("generate")(generate)
-app.command("run", hidden=True, help="Alias of generate.")(generate)
+app.command("run", hidden=True, help="As generate; without a prompt on a terminal: chat.")(generate)
 app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("show")(show)

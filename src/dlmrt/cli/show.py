@@ -97,7 +97,8 @@ def program_listing(checkpoint: Checkpoint) -> str:
     settings = resolve(DecodeConfig(), config, checkpoint.generation)
     if settings.commit_rule not in RULE_SCALARS:
         raise UnsupportedModelError(
-            f"no native program runs commit_rule {settings.commit_rule!r}; it is decoded step by step"
+            f"no native program runs commit_rule {settings.commit_rule!r}: Python decodes it step by step, with native "
+            "forwards on the cpu executor"
         )
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     recorded = record_loop(
@@ -130,8 +131,12 @@ def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     }
     if diffusion:
         from dlmrt.decode.settings import resolve
+        from dlmrt.program.loop import RULE_SCALARS
 
         report["decode_defaults"] = resolve(DecodeConfig(), config, checkpoint.generation).as_dict()
+        rule = report["decode_defaults"]["commit_rule"]
+        by_hand = f"step by step: commit_rule {rule!r} has no native program, only its forwards are native"
+        report["loop"] = "native on the cpu executor" if rule in RULE_SCALARS else by_hand
     return report
 
 
