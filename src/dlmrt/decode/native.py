@@ -71,6 +71,13 @@ class LoopExecutor(Protocol):
         """Start one request from an empty context that may fill `positions`."""
 
 
+def is_native(denoiser: Denoiser, request: LoopRequest) -> bool:
+    """Whether `denoiser` runs the loop of `request` itself; whole distributions never leave a native loop."""
+    return (
+        isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS and not request.with_probs
+    )
+
+
 def run_loop(
     denoiser: Denoiser, request: LoopRequest, *, wants_steps: bool = False, keeps_residual: bool = False
 ) -> Generator[Event]:
@@ -80,8 +87,7 @@ def run_loop(
         wants_steps: steps are wanted as they happen; otherwise a native loop wakes the reader once a block.
         keeps_residual: states carry the residual they consumed.
     """
-    is_native = isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS
-    if not is_native or request.with_probs:  # whole distributions never leave a native loop
+    if not is_native(denoiser, request):
         return decode(denoiser, request)
     return _follow(cast(LoopExecutor, denoiser), request, wants_steps=wants_steps, keeps_residual=keeps_residual)
 

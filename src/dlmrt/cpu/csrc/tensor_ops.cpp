@@ -8,9 +8,6 @@
 namespace dlmrt::cpu {
 namespace {
 
-// Panels a worker takes at a time: whole register tiles (three panels wide, four for a few rows).
-int64_t panel_grain(int64_t rows) { return rows > 4 ? 3 : 4; }
-
 Operand operand(const Fields& f, int64_t width) {
   return {f.dtype("operand"), 0, width, f.get<void>("cells"), f.find<float>("scales")};
 }
@@ -78,7 +75,8 @@ class Linear : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(num_panels(args_.weight.n), panel_grain(args_.rows),
+    // Equal numbers of panels: whole register tiles for each worker would leave one of them a tile more.
+    c.pool.split(num_panels(args_.weight.n), 1,
                  [&](Range r, int worker) { c.kernels.linear(args_, r, c.worker_scratch(worker)); });
   }
   int64_t worker_bytes() const override { return weight_scratch_bytes(args_.weight); }
