@@ -182,7 +182,7 @@ struct QkvArgs {
   int32_t is_v_from_k;  // no v heads: v is k before its norm
 };
 
-// softmax(q k^T) v over cache positions [first[m], visible[m]); a row that sees nothing gets zeros. Units: kv head times
+// softmax(q k^T) v over cache positions [first[m], visible[m]); a row that sees nothing gets zeros. Units: kv head by
 // row tile of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
 // ascending order. A position behind those that a row sees is never multiplied, so its non-finite values cannot reach
 // the row; those just before `first` are multiplied by 0.
