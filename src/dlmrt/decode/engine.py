@@ -27,9 +27,10 @@ import numpy as np
 from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
+from dlmrt.cpu.memory import available_bytes
 from dlmrt.decode.answer import Reply, Trace
 from dlmrt.decode.loop import BlockEvent, Event, LoopRequest, StepEvent, prefill
-from dlmrt.decode.native import run_loop
+from dlmrt.decode.native import is_native, run_loop
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
 from dlmrt.decode.text import StopMatcher, TextCodec
@@ -70,6 +71,8 @@ EXECUTORS: dict[str, tuple[str, str, str]] = {
 }
 
 MAX_THREADS = 4096
+# Of a step's arrays [L, V] in decode.sampling and the denoiser, at their largest: without and with a draw.
+_GREEDY_BYTES, _DRAWN_BYTES = 36, 56
 ABANDONED_S = 60.0  # a stream that nobody has gone on with for so long is not waited for
 _OPEN_SLOT = "\u2591"
 
@@ -233,7 +236,7 @@ class Engine:
 
         Args:
             prompt: text to be continued as it is, token ids, or messages for the chat template.
-            record: keep every state and whole blocks in `GenerateResult.record`.
+            record: keep every state, whole blocks and log-probabilities in `GenerateResult.record`.
             cancel: set it from another thread to end this request.
             observe: gets every event of the loop, states with the residual they consumed; arrays are its to keep.
             overrides: fields of DecodeConfig, on top of `config`.
@@ -275,8 +278,10 @@ class Engine:
             banned=self._banned, allowed=self._allowed, cancel=cancel or threading.Event(), watch=reply.push,
             with_probs=tokens and num_top_logprobs > 0,
         )  # fmt: skip
-        token_trace = TokenTrace(num_top_logprobs) if tokens else None
-        return self._watched(self._run(request, reply, token_trace, canvas=canvas, record=record, observe=observe))
+        token_trace = TokenTrace(num_top_logprobs) if tokens or record else None
+        self._check_memory(request)
+        events = self._run(request, reply, token_trace, canvas=canvas, tokens=tokens, record=record, observe=observe)
+        return self._watched(events)
 
     def logits(self, context_ids: Sequence[int], canvas_ids: Sequence[int], residual: Float32 | None = None) -> Float32:
         """Logits float32 [L, V] of one canvas behind a committed context, as the loop would see them.
@@ -405,9 +410,23 @@ class Engine:
             f"whole blocks of {length}; max_tokens can be at most {room}"
         )
 
+    def _check_memory(self, request: LoopRequest) -> None:
+        """Refuse a canvas whose predictions would not fit; a native loop keeps none and checks what it needs itself."""
+        settings, available = request.settings, available_bytes()
+        if available is None or self._denoiser is None or is_native(self._denoiser, request):
+            return
+        num_bytes = _GREEDY_BYTES if settings.is_greedy else _DRAWN_BYTES
+        needed = num_bytes * settings.canvas_length * self.config.vocab_size
+        if needed > available:
+            raise UsageError(
+                f"canvas_length {settings.canvas_length} needs {needed:,} bytes ({needed / 2**30:.2f} GiB) for the "
+                f"predictions of one step over {self.config.vocab_size} ids, {available:,} ({available / 2**30:.2f} "
+                "GiB) are available; choose a shorter one"
+            )
+
     def _run(
-        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool,
-        observe: Callable[[Event], None] | None,
+        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, tokens: bool,
+        record: bool, observe: Callable[[Event], None] | None,
     ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         with self._slot():
             denoiser = self._open_denoiser()
@@ -425,7 +444,10 @@ class Engine:
                     if token_trace is not None and isinstance(event, StepEvent):
                         token_trace.step(event)
                     if token_trace is not None and isinstance(event, BlockEvent):
-                        yield token_trace.close(event)
+                        closed = token_trace.close(event)
+                        trace.logprobs += closed.logprobs if record else ()
+                        if tokens:
+                            yield closed
                     if text := reply.take():
                         yield TextEvent(text=text)
                 if trace.end_reason != "stop_string" and reply.finish():
