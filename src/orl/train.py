@@ -7,8 +7,10 @@ adjacent entropy contraction, anchor (`orl.losses`); one optimizer step; hand th
 Nothing random lives in torch: problems are numbered, decoding seeds, kept states and noise are functions of (seed,
 number), so a killed run goes on exactly from parameters, optimizer state and a few integers.
 
-Left out on purpose: several updates per rollout (off-policy: recorded entropies and residuals turn stale) and several
-processes; the loss is normalised before packing, so ranks can share its micro-batches unchanged.
+Under torchrun several processes share every update (`orl.ranks`, `orl.shard`): each rolls out a part of the prompts,
+all of them know all answers, and each replays a part of them, dealt by cost. The result is that of one process.
+
+Left out on purpose: several updates per rollout (off-policy: recorded entropies and residuals turn stale).
 
 Source: ORL (arXiv 2610.20687, project page); the reconstruction is described in docs/design.md.
 """
@@ -27,11 +29,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from dlmrt.checkpoint.hub import resolve
-from dlmrt.checkpoint.load import load_params, open_checkpoint
+from dlmrt.checkpoint.load import load_params
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.sampling import banned_ids
+from dlmrt.models.families import family_of
 from dlmrt.types import DecodeConfig
 from orl.data import Mixture, encode_problem, held_out
 from orl.diagnostics import rollout_report
@@ -41,16 +43,17 @@ from orl.gold import gold_response, self_condition
 from orl.gradients import accumulate_gradients, why_unusable
 from orl.interrupt import uninterrupted
 from orl.optimizers import PathwayOptimizers, learning_rate_ratio
+from orl.ranks import Ranks, joined
 from orl.recipe import DataSection
 from orl.replay import ReplayResponse, replay_response
 from orl.retain import judge
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
 from orl.selection import Evaluations
-from orl.start import noise_of, restore_params
+from orl.shard import ShardedParams, whole
+from orl.start import noise_of
 from orl.train_recipe import TrainRecipe
-
-ARCHITECTURES = ("Qwen3ForCausalLM", "SDARForCausalLM")  # whose forward `orl.replay` runs
+from orl.tune import plain_weights, start_checkpoint, trained_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ def train(
     """
     if recipe.run.num_threads:
         torch.set_num_threads(recipe.run.num_threads)
-    with TrainRun(recipe, run_dir) as run:
+    with joined() as ranks, TrainRun(recipe, run_dir, ranks) as run:
         started = last_save = time.monotonic()
         first = run.step
         try:
@@ -92,24 +95,27 @@ def train(
             while run.step < recipe.optim.updates and not run.evaluations.stop_reason:
                 with uninterrupted():
                     entry = run.update()
-                    run.folder.log(entry)
+                    run.log(entry)
                 run.evaluate_if_due()
                 is_last = run.step == recipe.optim.updates
                 now = time.monotonic()
-                if on_progress:
+                if on_progress and ranks.is_main:
                     left_s = (recipe.optim.updates - run.step) * (now - started) / (run.step - first)
                     on_progress(UpdateProgress(
                         update=run.step, num_updates=recipe.optim.updates, loss=entry["loss"],
                         verified_rate=entry.get("verified_rate"), tpf_total=entry.get("tpf_total"), seconds_left=left_s,
                     ))  # fmt: skip
                 is_late = stop_after_s is not None and now - started > stop_after_s
-                if is_last or is_late or run.evaluations.stop_reason or now - last_save > recipe.run.save_every_s:
+                # The clocks of several processes differ, and saving takes all of them.
+                is_late, is_due = ranks.from_main((is_late, now - last_save > recipe.run.save_every_s))
+                if is_last or is_late or is_due or run.evaluations.stop_reason:
                     run.save()
                     last_save = time.monotonic()
                 if is_late:
                     break
         except KeyboardInterrupt:
-            run.save()
+            if ranks.size == 1:  # several may be an update apart: their last common state stands
+                run.save()
             raise
         return run.export()
 
@@ -117,21 +123,28 @@ def train(
 class TrainRun:
     """Everything that an update changes: parameters, optimizer state, counters; and how it is saved."""
 
-    def __init__(self, recipe: TrainRecipe, run_dir: Path) -> None:
-        self.recipe = recipe
-        self.folder = RunFolder(run_dir)
-        self.folder.check_recipe(recipe)
-        self.start = open_checkpoint(resolve(recipe.run.init))
+    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+        self.recipe, self.path = recipe, run_dir
+        self.ranks = ranks = ranks or Ranks()
+        self.folder: RunFolder | None = None
+        if ranks.is_main:
+            self.folder = RunFolder(run_dir)
+            self.folder.check_recipe(recipe)
+        self.adapter = run_dir / "start_adapter" if recipe.tune.new_adapter_width else None
+        self.start = start_checkpoint(
+            recipe.run.init, recipe.tune, run_dir / "start_adapter", ranks, seed=recipe.run.seed
+        )
         self.config = self.start.config
-        if self.config.architecture not in ARCHITECTURES or self.config.diffusion is None:
-            raise RecipeError(
-                f"run.init {recipe.run.init} is a {self.config.architecture}; training knows diffusion models of "
-                f"{' and '.join(ARCHITECTURES)}"
-            )
-        self.reference = load_params(self.start, dtype="float32")
-        self.params = {name: tensor.clone().requires_grad_() for name, tensor in self.reference.items()}
-        self.fingerprint = _fingerprint(self.reference)
-        self.optimizers = PathwayOptimizers(self.params, recipe.optim)
+        start = load_params(self.start, dtype="float32")
+        self.fingerprint = _fingerprint(start)
+        saved = ranks.from_main(self.folder.load_state() if self.folder else None)
+        self.params = trained_params(
+            start, self.config, recipe.tune, seed=recipe.run.seed, saved=None if saved is None else saved[0],
+            states=run_dir, device=ranks.device,
+        )  # fmt: skip
+        self.reference = ShardedParams({n: t.to(ranks.device) for n, t in start.items()}, trained=lambda name: False)
+        self.trained = {name: p for name, p in self.params.parameters().items() if p.requires_grad}
+        self.optimizers = PathwayOptimizers(self.trained, recipe.optim, adapter=family_of(self.config).ADAPTER)
         prompts = recipe.prompts
         self.mixture = Mixture.of(DataSection(tasks=prompts.tasks, weights=prompts.weights))
         self.step = self.policy_version = self.num_rows = self.num_generated_tokens = 0
@@ -140,9 +153,8 @@ class TrainRun:
         self.pool = self._open_pool()
         self.codec = self.pool.engines[0].tokenizer
         self.noise = noise_of(self.config, self.codec)
-        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
         self.banned[torch.from_numpy(banned_ids(self.pool.engines[0].config, self.codec.known_ids)).long()] = True
-        saved = self.folder.load_state()
         if saved is not None:
             self._restore(*saved)
 
@@ -169,8 +181,9 @@ class TrainRun:
         reason: str | None = "no answer was kept"
         if responses:
             entry = accumulate_gradients(
-                self.params, self.reference, self.config, responses, self.recipe, banned=self.banned
-            )
+                self.params, self.reference, self.config, responses, self.recipe, banned=self.banned,
+                ranks=self.ranks,
+            )  # fmt: skip
             norms = self.optimizers.clip(section.grad_clip)
             entry |= {f"{group}_grad_norm": norm for group, norm in norms.items()}
             reason = why_unusable(entry["loss"], norms)
@@ -199,6 +212,11 @@ class TrainRun:
             "train_s": round(ended - rolled_out, 3),
         }
 
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        if self.folder:
+            self.folder.log(entry)
+
     def evaluate_if_due(self) -> None:
         """Evaluate before the first update, every few ones and after the last, each time once."""
         is_due = self.step % self.recipe.eval.every_updates == 0 or self.step == self.recipe.optim.updates
@@ -212,7 +230,10 @@ class TrainRun:
             self._assign(self.pool.engines[:1])
         settings = [self._setting(text) for text in section.settings]
         began = time.monotonic()
-        rows = evaluate(self.pool.engines[0], held_out(self.mixture, section.problems), settings)["results"]
+        rows: list[dict[str, Any]] = []
+        if self.ranks.is_main:
+            rows = evaluate(self.pool.engines[0], held_out(self.mixture, section.problems), settings)["results"]
+        rows = self.ranks.from_main(rows)
         if self.recipe.rollout.policy == "start":
             self._assign(self.pool.engines[:1], start=True)
         points = [(row["all"]["verified_rate"], row["all"]["tpf_total"]) for row in rows]
@@ -227,27 +248,28 @@ class TrainRun:
         }
         judged = self.evaluations.add(self.step, points)
         stopped = self.evaluations.stop_reason
-        self.folder.log({
+        self.log({
             "step": self.step, "eval": found, "matched_tpf": judged["matched_tpf"], "is_alert": judged["is_alert"],
             "eval_s": round(time.monotonic() - began, 3), **({"stopped": stopped} if stopped else {}),
         })  # fmt: skip
         if self.evaluations.best is judged:
-            self._write(self.folder.path / "best")
+            self._write(self.path / "best")
 
     def save(self) -> None:
-        """Write the state of this update; Ctrl-C waits for it."""
-        tensors = {f"param.{name}": tensor.detach() for name, tensor in self.params.items()} | self.optimizers.tensors()
+        """Write the state of this update; Ctrl-C waits for it. It passes through the memory of every process."""
+        tensors = {f"param.{name}": whole(p.detach()) for name, p in self.trained.items()} | self.optimizers.tensors()
         extra = {name: getattr(self, name) for name in _COUNTERS} | {
             "start": self.fingerprint, "evaluations": self.evaluations.entries,
         }  # fmt: skip
-        with uninterrupted():
-            self.folder.save_state(self.step, tensors, extra)
+        if self.folder:
+            with uninterrupted():
+                self.folder.save_state(self.step, tensors, extra)
 
     def export(self) -> Path:
         """Write the newest weights to ``model``; the folder of the best ones."""
-        self._write(self.folder.path / "model")
-        best = self.folder.path / "best"
-        return best if best.exists() else self.folder.path / "model"
+        self._write(self.path / "model")
+        best = self.path / "best"
+        return best if best.exists() else self.path / "model"
 
     def _responses(self) -> tuple[list[ReplayResponse], dict[str, Any]]:
         """What this update trains on, and the report of its rollouts."""
@@ -261,10 +283,13 @@ class TrainRun:
         requests = [
             RolloutRequest(problem=problem, number=number, response_idx=r)
             for number, problem in problems.items()
+            if number % self.ranks.size == self.ranks.rank
             for r in range(recipe.rollout.responses)
         ]
         version = 0 if recipe.rollout.policy == "start" else self.policy_version
-        judged = judge(requests, self.pool.roll_out(requests, policy_version=version), recipe.keep)
+        mine = judge(requests, self.pool.roll_out(requests, policy_version=version), recipe.keep)
+        judged = [item for part in self.ranks.gathered(mine) for item in part]
+        judged.sort(key=lambda item: (item.trajectory.number, item.trajectory.response_idx))
         kept = [item.trajectory for item in judged if item.dropped is None]
         if recipe.rollout.policy == "current" and any(t.policy_version != self.policy_version for t in kept):
             raise StaleRolloutError("a trajectory is of other weights than those being trained; discard it")
@@ -315,7 +340,9 @@ class TrainRun:
         if section.source == "gold":
             workers = 1  # for evaluation only
         engines = [
-            Engine.load(self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1)
+            Engine.load(
+                self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1, adapter=self.adapter
+            )
             for _ in range(workers)
         ]
         config = DecodeConfig(**self._setting(section.setting).options)
@@ -338,24 +365,29 @@ class TrainRun:
     def _publish(self) -> None:
         """The engines get the weights of this version, unless the recipe wants stale rollouts."""
         if self.recipe.rollout.source == "policy" and self.recipe.rollout.policy == "current":
-            self.pool.publish(_arrays(self.params), self.policy_version)
+            self.pool.publish(_arrays(self._weights()), self.policy_version)
 
     def _assign(self, engines: Sequence[Engine], *, start: bool = False) -> None:
         """Give engines the weights for an evaluation, or the start model's back."""
+        weights = self._weights(self.reference if start else None)
         for engine in engines:
-            engine.assign(_arrays(self.reference if start else self.params))
+            engine.assign(_arrays(weights))
+
+    def _weights(self, params: ShardedParams | None = None) -> dict[str, Tensor]:
+        """Plain weights of the model being trained, or of `params`; every process must ask."""
+        return plain_weights(params or self.params, self.recipe.tune)
 
     def _write(self, folder: Path) -> None:
-        tensors = {name: tensor.detach() for name, tensor in self.params.items()}
-        save_checkpoint(
-            folder, self.config, tensors, generation=self.start.generation, tokenizer_files=self.start.folder
-        )
+        tensors = self._weights()
+        if self.ranks.is_main:
+            save_checkpoint(
+                folder, self.config, tensors, generation=self.start.generation, tokenizer_files=self.start.folder
+            )
 
     def _restore(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        restore_params(self.params, tensors, self.folder.states)
         if extra["start"] != self.fingerprint:
             raise RunFolderError(
-                f"the run in {self.folder.path} began from other weights than {self.recipe.run.init} has now, and the "
+                f"the run in {self.path} began from other weights than {self.recipe.run.init} has now, and the "
                 "anchor needs them; put them back, or take another --run-dir"
             )
         self.optimizers.restore(tensors)

@@ -92,7 +92,9 @@ def activate(gate, IS_GELU: tl.constexpr):
 
 
 @triton.jit
-def gate(part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr):
+def gate(
+    part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr
+):
     """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F."""
     row = tl.program_id(0)
     if row >= tl.load(rows):
@@ -107,7 +109,9 @@ def gate(part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr
 
 
 @triton.jit
-def head_vector(part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd):
+def head_vector(
+    part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd
+):
     """Numbers `h` of the head that begins at `at`, normalised by `rstd` and weighted."""
     values = load_sum(part, part, at + h, h < H, STRIDE, S, HAS_X=False) * rstd
     if HAS_WEIGHT:
@@ -166,7 +170,16 @@ def qk_norm_rope_store(
 
 @triton.jit
 def residual_add(
-    x, part, where, rows, M: tl.constexpr, alpha, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_WHERE: tl.constexpr
+    x,
+    part,
+    where,
+    rows,
+    M: tl.constexpr,
+    alpha,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    S: tl.constexpr,
+    HAS_WHERE: tl.constexpr,
 ):
     """x += alpha * sum of part on the rows of `where`. Grid: rows, tiles of D."""
     row = tl.program_id(0)
