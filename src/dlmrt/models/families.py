@@ -66,6 +66,7 @@ _FAMILIES = {
     "Qwen3ForCausalLM": qwen3,
     "SDARForCausalLM": qwen3,
 }
+ARCHITECTURES = tuple(_FAMILIES)
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -248,6 +248,19 @@ def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
     return cap * torch.tanh(logits.float() / cap)
 
 
+def emittable_probs(logits: Tensor, banned: Tensor | None, *, temperature: float = 1.0) -> Tensor:
+    """softmax(logits / temperature) in fp32 over the ids that can be emitted: what `soft_embedding` makes z of.
+
+    The same distribution as `dlmrt.decode.sampling.predict` gives: ids that no answer can hold have no share in z, or a
+    model would be trained on a residual that decoding never feeds it.
+
+    Args:
+        banned: bool [V], ids that are never predicted (`dlmrt.decode.sampling.banned_ids`); None bans nothing.
+    """
+    scaled = logits.float() / temperature
+    return (scaled if banned is None else scaled.masked_fill(banned, -math.inf)).softmax(-1)
+
+
 def soft_embedding(probs: Tensor, table: Tensor, *, scale: float) -> Tensor:
     """See `Ops.soft_embedding`. The product runs in the table's dtype, which is what the next step consumes."""
     rows = probs.to(table.dtype) @ table
