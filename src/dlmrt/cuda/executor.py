@@ -315,9 +315,7 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:
     if config.architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"the cuda executor cannot run {config.architecture} yet; use executor 'eager'"
-        )
+        raise UnsupportedModelError(f"the cuda executor cannot run {config.architecture} yet; use executor 'eager'")
     if config.diffusion is None:
         raise UsageError(
             f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "

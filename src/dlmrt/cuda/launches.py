@@ -141,7 +141,7 @@ def _sum_rows(b: Bound) -> Launch:
     width, block = b.size("y", 1), min(1024, tiles.power_of_two(b.size("y", 1)))
     factor = b.place("factor").values if b.has("factor") else b.place("y")
     return b.launch(
-        rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "y"), part=b.pointer("part", "y"),
+        rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "part"), part=b.pointer("part", "y"),
         factor=factor, y=b.place("y"), rows=b.place("rows"), M=b.size("y", 0), scale=float(b.number("scale", 1.0)),
         cap=float(b.number("cap")), D=width, BD=block, S=_splits(b), HAS_X=b.has("x"), HAS_FACTOR=b.has("factor"),
         HAS_CAP=b.number("cap") > 0,

@@ -23,7 +23,7 @@ from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
-from dlmrt.program.record import URGENT, describe_rope
+from dlmrt.program.record import describe_rope
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
@@ -140,9 +140,7 @@ class _Lowering:
         )
         part = self._mlp(normed, i, x.shape[0], node.attributes["activation"])
         where = {"where": i["where"]} if "where" in i else {}
-        self._emit(
-            "residual_add", x.shape[0], {"x": x, "part": part} | where, {"x": x}, alpha=node.attributes["alpha"]
-        )
+        self._emit("residual_add", x.shape[0], {"x": x, "part": part} | where, {"x": x}, alpha=node.attributes["alpha"])
 
     def _lower_rms_norm(self, node: Kernel) -> None:
         x, y = node.inputs["x"], node.outputs["y"]
@@ -272,9 +270,7 @@ class _Lowering:
             "logits": self._logits[probs], "log_sum_exp": self._named["log_sum_exp"]
         }  # fmt: skip
         self._emit("soft_embedding", z.shape[0], {"table": table} | source, {"part": part})
-        self._emit(
-            "sum_rows", z.shape[0], {"part": part}, {"y": self._new_rows(z)}, scale=node.attributes["scale"]
-        )
+        self._emit("sum_rows", z.shape[0], {"part": part}, {"y": self._new_rows(z)}, scale=node.attributes["scale"])
 
     def _lower_output(self, node: Kernel) -> None:
         """Most values were written to their place by the node that made them."""

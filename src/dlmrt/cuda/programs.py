@@ -150,9 +150,7 @@ class ProgramStore:
         scalars.upload()
         steps = self._steps(program.body, places)
         runner = make_runner(steps, mode=self.mode, device=self.device)
-        return DeviceProgram(
-            runner=runner, scalars=scalars, states=states, ring=self._ring, record_types=types
-        )
+        return DeviceProgram(runner=runner, scalars=scalars, states=states, ring=self._ring, record_types=types)
 
     def _steps(self, body: tuple[Node, ...], places: Mapping[Buffer, Place]) -> tuple[Step, ...]:
         steps: list[Step] = []
@@ -164,9 +162,11 @@ class ProgramStore:
             assert isinstance(flag, Tensor)
             steps.append(
                 Region(
-                    is_loop=isinstance(node, While), flag=flag, name=node.flag.name,
+                    is_loop=isinstance(node, While),
+                    flag=flag,
+                    name=node.flag.name,
                     body=self._steps(node.body, places),
-                )  # fmt: skip
+                )
             )
         return tuple(steps)
 

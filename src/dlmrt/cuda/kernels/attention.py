@@ -21,9 +21,9 @@ import triton.language as tl
 
 @triton.jit
 def attention(
-    q, cache, visible, first, acc_out, lse_out, rows, M: tl.constexpr, scale, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
-    HP: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr,
-    CDT: tl.constexpr,
+    q, cache, visible, first, acc_out, lse_out, rows, M: tl.constexpr, scale, N: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    HAS_FIRST: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
     """Row m over positions [first[m], visible[m]) of one chunk. Grid: tiles of rows x N / G heads, G, J.
 
@@ -51,9 +51,9 @@ def attention(
     for begin in range(low, high, BC):
         c = begin + tl.arange(0, BC)
         place = c.to(tl.int64) * 2 * G * H + group * H
-        keys = tl.load(
-            cache + place[None, :] + h[:, None], mask=(c[None, :] < high) & (h[:, None] < H), other=0.0
-        ).to(CDT)
+        keys = tl.load(cache + place[None, :] + h[:, None], mask=(c[None, :] < high) & (h[:, None] < H), other=0.0).to(
+            CDT
+        )
         score = tl.dot(query, keys, input_precision="ieee") * (scale * 1.4426950408889634)
         is_seen = (c[None, :] < sees[:, None]) & (c[None, :] < high)
         if HAS_FIRST:
@@ -80,7 +80,16 @@ def attention(
 
 @triton.jit
 def attention_merge(
-    acc_in, lse_in, y, rows, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, J: tl.constexpr, JP: tl.constexpr
+    acc_in,
+    lse_in,
+    y,
+    rows,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    H: tl.constexpr,
+    HP: tl.constexpr,
+    J: tl.constexpr,
+    JP: tl.constexpr,
 ):
     """y [M, N H] as operand: the chunks' means, weighted by their sums, in the order of chunks. Grid: rows, N."""
     row, head = tl.program_id(0), tl.program_id(1)

@@ -234,9 +234,7 @@ def filtered_draw(
             before = heavier + rank.to(tl.float64) * edge.to(tl.float64)
             is_kept = is_kept & ((weight > edge) | (is_edge & (before <= limit)))
             num_equal += tl.sum(is_edge.to(tl.int32), 0)
-        words = tl.reshape(
-            sample_words(tl.load(seed), begin, tl.load(step), tl.load(block_idx), slot, BV, 1), (BV,)
-        )
+        words = tl.reshape(sample_words(tl.load(seed), begin, tl.load(step), tl.load(block_idx), slot, BV, 1), (BV,))
         score = tl.where(is_kept, (logit - peak) + gumbel_of_words(words), -float("inf"))
         top = tl.max(score, 0)
         first = tl.min(tl.where(score == top, v, LARGEST_ID), 0)

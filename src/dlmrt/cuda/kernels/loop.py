@@ -196,7 +196,7 @@ def commit_threshold(
     is_full = tl.sum(stays_open.to(tl.int32), 0) == 0
     num_changed = tl.sum(edited.to(tl.int32), 0)
     full_steps = tl.load(num_full_steps) + was_full.to(tl.int32)
-    is_settled = num_changed == num_changed
+    is_settled = num_changed >= 0
     if IS_EDITED:
         is_settled = (full_steps >= tl.load(max_post_edit_steps)) | (was_full & (num_changed == 0))
     tl.store(canvas + i, ids, mask=is_slot)

@@ -16,14 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def load_sum(x, part, at, mask, STRIDE: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr):
-    """x[at] plus part[0, at], part[1, at], ... in this order."""
-    if HAS_X:
-        total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        total = tl.load(part + at, mask=mask, other=0.0)
-    for split in tl.static_range(S):
-        if HAS_X or split > 0:
-            total += tl.load(part + split * STRIDE + at, mask=mask, other=0.0)
+    """x[at] plus part[0, at], part[1, at], ... in this order; without x, `x` is `part`."""
+    total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(0 if HAS_X else 1, S):
+        total += tl.load(part + split * STRIDE + at, mask=mask, other=0.0)
     return total
 
 
@@ -41,8 +37,8 @@ def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def sum_rows(
-    x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
+    x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """y = cap(scale * (x + sum of part) * factor). Grid: rows, tiles of D."""
     row = tl.program_id(0)
@@ -92,7 +88,9 @@ def activate(gate, IS_GELU: tl.constexpr):
 
 
 @triton.jit
-def gate(part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr):
+def gate(
+    part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr
+):
     """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F."""
     row = tl.program_id(0)
     if row >= tl.load(rows):
@@ -107,7 +105,9 @@ def gate(part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr
 
 
 @triton.jit
-def head_vector(part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd):
+def head_vector(
+    part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd
+):
     """Numbers `h` of the head that begins at `at`, normalised by `rstd` and weighted."""
     values = load_sum(part, part, at + h, h < H, STRIDE, S, HAS_X=False) * rstd
     if HAS_WEIGHT:
@@ -166,15 +166,26 @@ def qk_norm_rope_store(
 
 @triton.jit
 def residual_add(
-    x, part, where, rows, M: tl.constexpr, alpha, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_WHERE: tl.constexpr
+    x,
+    part,
+    where,
+    rows,
+    M: tl.constexpr,
+    alpha,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    S: tl.constexpr,
+    HAS_WHERE: tl.constexpr,
 ):
     """x += alpha * sum of part on the rows of `where`. Grid: rows, tiles of D."""
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
+    wanted = 1
     if HAS_WHERE:
-        if tl.load(where + row) == 0:
-            return
+        wanted = tl.load(where + row).to(tl.int32)
+    if wanted == 0:
+        return
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     at = row.to(tl.int64) * D + d
     delta = load_sum(part, part, at, d < D, M * D, S, HAS_X=False)
