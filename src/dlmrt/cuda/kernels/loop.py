@@ -31,22 +31,26 @@ def is_cancelled(cancel):
 def committed_visible(positions, end, BLOCK: tl.constexpr):
     """Positions that committed rows at `positions` see when `end` exist: whole blocks, or all before (BLOCK 0)."""
     if BLOCK == 0:
-        return positions + 1
-    return tl.minimum(end, (positions // BLOCK + 1) * BLOCK)
+        visible = positions + 1
+    else:
+        visible = tl.minimum(end, (positions // BLOCK + 1) * BLOCK)
+    return visible
 
 
 @triton.jit
 def noise(slots, step, block, allowed, num_allowed, key, MASK: tl.constexpr):
     """What open slots hold: the mask, or ids of the noise stream."""
     if MASK >= 0:
-        return tl.zeros_like(slots) + MASK
-    group = (slots // 4).to(tl.uint32)
-    zero = tl.zeros_like(group)
-    w0, w1, w2, w3 = tl.philox(tl.load(key), group, zero + step.to(tl.uint32), zero + block.to(tl.uint32), zero)
-    at = slots % 4
-    word = tl.where(at == 0, w0, tl.where(at == 1, w1, tl.where(at == 2, w2, w3)))
-    index = (word.to(tl.uint64) * tl.load(num_allowed).to(tl.uint64)) >> 32
-    return tl.load(allowed + index.to(tl.int64))
+        ids = tl.zeros_like(slots) + MASK
+    else:
+        group = (slots // 4).to(tl.uint32)
+        zero = tl.zeros_like(group)
+        w0, w1, w2, w3 = tl.philox(tl.load(key), group, zero + step.to(tl.uint32), zero + block.to(tl.uint32), zero)
+        at = slots % 4
+        word = tl.where(at == 0, w0, tl.where(at == 1, w1, tl.where(at == 2, w2, w3)))
+        index = (word.to(tl.uint64) * tl.load(num_allowed).to(tl.uint64)) >> 32
+        ids = tl.load(allowed + index.to(tl.int64))
+    return ids
 
 
 @triton.jit

@@ -83,8 +83,9 @@ def activate(gate, IS_GELU: tl.constexpr):
     """silu, or gelu with the tanh form: x sigmoid(2 c (x + 0.044715 x^3))."""
     if IS_GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-inner))
-    return gate / (1.0 + tl.exp(-gate))
+    else:
+        inner = gate
+    return gate / (1.0 + tl.exp(-inner))
 
 
 @triton.jit
