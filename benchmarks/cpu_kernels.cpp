@@ -256,9 +256,12 @@ struct Bench {
                         sin.get(),
                         at.get(),
                         q.get(),
-                        cache};
+                        cache,
+                        0.f,
+                        0,
+                        0};
     const AttentionArgs attention{q.get(),       cache,          m,         static_cast<int32_t>(heads), 2048,
-                                  visible.get(), attended.get(), heads * hd};
+                                  visible.get(), attended.get(), heads * hd,     nullptr};
     const RmsNormArgs norm{x.get(), nullptr, weight.get(), 1e-6f,
                            m,       d,       nullptr,      {DType::kInt8, 0, d, cells.get(), scales.get()}};
     const QuantizeArgs quantize{

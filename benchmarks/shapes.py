@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from child import ROOT
+from dlmrt.checkpoint.convert import convert_checkpoint
 from dlmrt.checkpoint.load import open_checkpoint
-from dlmrt.checkpoint.quantize import save_quantized
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig, RopeConfig
@@ -60,7 +60,7 @@ def checkpoint_of(shape: str, dtype: str = "bfloat16") -> tuple[Path, str]:
     folder = CACHE / shape / dtype
     if not folder.exists():
         print(f"writing {folder.relative_to(ROOT)}", file=sys.stderr, flush=True)
-        save_quantized(folder, open_checkpoint(model), format=dtype, policy="linears")
+        convert_checkpoint(folder, open_checkpoint(model), format=dtype, policy="linears")
     return folder, "auto"
 
 

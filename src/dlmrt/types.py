@@ -43,6 +43,7 @@ class DecodeConfig:
     edit_threshold: float | None = None  # joint_threshold edits above it; 0: every difference. No edits: rule threshold
     max_post_edit_steps: int | None = None  # edit rounds after the last masked position was filled
     min_commit: int | None = None  # positions committed by a step at the least
+    sub_block_length: int | None = None  # sub_blocks: positions of a block that are decided before any to their right
     max_denoising_steps: int | None = None  # cap of denoising steps a block
     entropy_bound: float | None = None  # nats; cumulative entropy that one step may accept
     t_min: float | None = None  # temperature schedule of entropy_bound: value at the last step
@@ -111,6 +112,7 @@ class RequestRecord:
     forwards: tuple[ForwardRecord, ...]
     num_blocks: int
     num_cached_prompt_tokens: int  # prompt tokens whose keys and values were reused
+    graphs: bool = False  # whether captured CUDA graphs ran the forwards
     settings: Mapping[str, Any]  # in effect for this request, every default resolved
     prompt_token_ids: tuple[int, ...]
     states: tuple[StepState, ...] = ()  # only with record=True
@@ -234,3 +236,11 @@ class Denoiser(Protocol):
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+
+
+@runtime_checkable
+class Assignable(Protocol):
+    """A denoiser whose weights can be replaced between two requests, as training does after every update."""
+
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""

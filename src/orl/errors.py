@@ -24,12 +24,28 @@ class RunFolderError(OrlError, ValueError):
     """A run folder cannot be resumed from: other recipe, other model, or damaged state."""
 
 
+class AnswerLogError(OrlError, ValueError):
+    """A sweep's file of answers is damaged, or belongs to another checkpoint or other settings of the run."""
+
+
+class ReportError(OrlError, ValueError):
+    """A report cannot be compared: another kind of document, or nothing in common with the other one."""
+
+
 class DataError(OrlError, ValueError):
     """A problem cannot be trained on: too long for a packed sequence, or with a reserved id in its text."""
 
 
 class DivergedError(OrlError, ArithmeticError):
     """Too many training steps in a row gave no usable gradient."""
+
+
+class NothingVerifiedError(OrlError, ArithmeticError):
+    """No answer of an update was kept, so there is nothing to train on."""
+
+
+class StaleRolloutError(OrlError, RuntimeError):
+    """Trajectories were made by other weights than those being trained."""
 
 
 class UnknownTaskError(OrlError, UnknownOptionError):

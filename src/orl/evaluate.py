@@ -3,17 +3,19 @@
 Every setting runs over the same prompts in the same order, through the same engine a user runs, one request at a time.
 Numbers are distributions over prompts with intervals, never peaks; the run's TPF is the ratio of sums, and the mean and
 quantiles of the per-request ratio stand beside it under their own names, since the two differ. A result carries what is
-needed to repeat it: versions, machine, executor, dtype, threads, settings in effect, seed, prompts.
+needed to repeat it (versions, machine, executor, dtype, threads, settings in effect, seed, prompts) and every answer's
+counts, so that two reports can be compared prompt by prompt.
 
 Source: definitions in docs/design.md (benchmarks); Wilson's interval: E. B. Wilson, JASA 22 (1927).
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,12 +26,30 @@ from dlmrt.cli.environment import environment_report
 from dlmrt.decode.aliases import canonical_settings
 from dlmrt.decode.engine import Engine
 from dlmrt.errors import UsageError
+from dlmrt.models.config import ModelConfig
 from dlmrt.types import DecodeConfig, GenerateResult, Message
 from orl.tasks import get_task
 from orl.tasks.types import Problem
 
-SCHEMA = "orl.evaluate/1"
+SCHEMA = "orl.evaluate/2"
 LENGTH_BUCKETS = (32, 128, 512, 2048)  # completion tokens; short answers gain least from decoding in parallel
+# Settings that are run when none is given, by the checkpoint's kind; the first is the conservative one.
+DEFAULT_SETTINGS = {
+    "mask": (
+        "conservative:commit_rule=threshold,threshold=0.95",
+        "commit_rule=threshold,threshold=0.9",
+        "commit_rule=threshold,threshold=0.7",
+        "commit_rule=threshold,threshold=0.5",
+    ),
+    "uniform": (
+        "conservative:commit_rule=entropy_bound,entropy_bound=0.05",
+        "commit_rule=entropy_bound,entropy_bound=0.1",
+        "commit_rule=entropy_bound,entropy_bound=0.3",
+        "commit_rule=threshold,threshold=0.95",
+    ),
+    "ar": ("greedy:temperature=0",),
+}
+_ANSWER_COLUMNS = ("passed", "completion_tokens", "num_denoise_steps", "num_commit_forwards", "total_s")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +81,11 @@ class Setting:
                 raw[key.strip()] = value  # a bare word is a string
         return cls(name=name if colon else text, options=canonical_settings(raw, source=f"setting {text!r}"))
 
+    @property
+    def key(self) -> str:
+        """Text that two settings share exactly if their options are equal."""
+        return json.dumps(dict(self.options), sort_keys=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
@@ -72,15 +97,38 @@ class Outcome:
     completion_tokens: int  # stop token included
     num_denoise_steps: int
     num_commit_forwards: int
+    num_blocks: int
+    num_stop_tokens: int  # 1 when a token ended the answer, which is counted among its tokens
     total_s: float
     finish_reason: str
+    executor: str
+    dtype: str
+
+
+Known = Mapping[tuple[str, str], Outcome]  # by setting key and prompt digest
+OnAnswer = Callable[[Setting, Problem, GenerateResult, Outcome], None]
+
+
+def kind_of(config: ModelConfig) -> str:
+    """Row of DEFAULT_SETTINGS: one position a block is an auto-regressive model, whatever its noise is called."""
+    diffusion = config.diffusion
+    return "ar" if diffusion is None or diffusion.canvas_length == 1 else diffusion.noise
+
+
+def prompt_digest(problem: Problem) -> str:
+    """Names a problem by its task and text, whatever order or number it is evaluated in."""
+    return hashlib.blake2b(f"{problem.task}\0{problem.prompt}".encode(), digest_size=8).hexdigest()
 
 
 def evaluate(
     engine: Engine, problems: Sequence[Problem], settings: Sequence[Setting], *, seed: int = 0,
-    on_answer: Callable[[Setting, Problem, GenerateResult, Outcome], None] | None = None,
+    known: Known | None = None, on_answer: OnAnswer | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Answer every problem under every setting; return the report (see `summarise`) as JSON-ready data.
+
+    Args:
+        known: answers that an earlier run of the same model and seed gave; they are not asked for again.
+        on_answer: called for each new answer.
 
     Raises:
         UsageError: no problem, no setting, or a setting that the model refuses; found before any answer is generated.
@@ -90,15 +138,19 @@ def evaluate(
     configs = [DecodeConfig(**{"seed": seed, **setting.options}) for setting in settings]
     for config in configs:
         engine.settings(config)
-    rows = []
+    known, digests = known or {}, [prompt_digest(problem) for problem in problems]
+    rows, everything = [], []
     for setting, config in zip(settings, configs, strict=True):
         outcomes = []
-        for problem in problems:
-            result = engine.generate([Message(role="user", content=problem.prompt)], config)
-            outcome = _judge(problem, result)
+        for problem, digest in zip(problems, digests, strict=True):
+            outcome = known.get((setting.key, digest))
+            if outcome is None:
+                result = engine.generate([Message(role="user", content=problem.prompt)], config)
+                outcome = _judge(problem, result)
+                if on_answer:
+                    on_answer(setting, problem, result, outcome)
             outcomes.append(outcome)
-            if on_answer:
-                on_answer(setting, problem, result, outcome)
+        everything += outcomes
         tasks = dict.fromkeys(outcome.task for outcome in outcomes)
         rows.append(
             {
@@ -107,21 +159,33 @@ def evaluate(
                 "settings_in_effect": engine.settings(config).as_dict(),
                 "all": summarise(outcomes),
                 "tasks": {task: summarise([o for o in outcomes if o.task == task]) for task in tasks},
+                "answers": {name: [_number(getattr(o, name)) for o in outcomes] for name in _ANSWER_COLUMNS},
             }
         )
     return {
         "schema": SCHEMA,
         "conditions": {
-            "executor": result.record.executor,
-            "dtype": result.record.dtype,
+            "executor": _only(o.executor for o in everything),
+            "dtype": _only(o.dtype for o in everything),
             "num_threads": _num_threads(),
             "seed": seed,
             "num_problems": len(problems),
             "split": sorted({problem.split for problem in problems}),
             "environment": environment_report(),
         },
+        "prompts": {"task": [problem.task for problem in problems], "digest": digests},
         "results": rows,
     }
+
+
+def _number(value: bool | int | float) -> int | float:
+    """As short as JSON allows: flags as 0 and 1, seconds to the microsecond."""
+    return round(value, 6) if isinstance(value, float) else int(value)
+
+
+def _only(values: Iterable[str]) -> str:
+    """The one value, or all of them where answers of an earlier run had another."""
+    return ", ".join(sorted(set(values)))
 
 
 def _judge(problem: Problem, result: GenerateResult) -> Outcome:
@@ -133,8 +197,12 @@ def _judge(problem: Problem, result: GenerateResult) -> Outcome:
         completion_tokens=usage.completion_tokens,
         num_denoise_steps=usage.num_denoise_steps,
         num_commit_forwards=usage.num_commit_forwards,
+        num_blocks=usage.num_blocks,
+        num_stop_tokens=int(result.record.end_reason in {"eos", "stop_token"}),
         total_s=usage.total_s,
         finish_reason=result.finish_reason,
+        executor=result.record.executor,
+        dtype=result.record.dtype,
     )
 
 
@@ -148,12 +216,14 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts, verified rate with its 95 % interval, and TPF as ratio of sums and as a distribution over requests.
 
     `tpf_total` and `tpf_denoise` are ratios of sums; `tpf_total_per_request` holds mean and quantiles of the ratio.
+    `tpf_total_orl` counts as ORL's published tables seem to: no stop token, and one commit a block, run or not.
     """
     num, passed = len(outcomes), sum(o.passed for o in outcomes)
     tokens = np.array([o.completion_tokens for o in outcomes], dtype=np.float64)
     steps = np.array([o.num_denoise_steps for o in outcomes], dtype=np.float64)
     forwards = steps + np.array([o.num_commit_forwards for o in outcomes], dtype=np.float64)
     seconds = np.array([o.total_s for o in outcomes], dtype=np.float64)
+    num_stop_tokens, num_blocks = sum(o.num_stop_tokens for o in outcomes), sum(o.num_blocks for o in outcomes)
     low, high = wilson_interval(passed, num)
     return {
         "num": num,
@@ -161,6 +231,7 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "verified_rate": passed / num if num else 0.0,
         "interval_95": [low, high],
         "tpf_total": float(tokens.sum() / max(1.0, forwards.sum())),
+        "tpf_total_orl": float((tokens.sum() - num_stop_tokens) / max(1.0, steps.sum() + num_blocks)),
         "tpf_denoise": float(tokens.sum() / max(1.0, steps.sum())),
         "tpf_total_per_request": _distribution(tokens / np.maximum(forwards, 1)),
         "completion_tokens": _distribution(tokens),

@@ -1,4 +1,6 @@
-"""Muon over the matrices of layers and adapter, AdamW over embedding, head and norms, with state that can be saved.
+"""Optimizers with state that can be saved: Muon and AdamW of pre-training, the two AdamW groups of ORL.
+
+Pre-training: Muon over the matrices of layers and adapter, AdamW over embedding, head and norms.
 
 Source: Muon: torch.optim.Muon (Keller Jordan's), learning rate matched to AdamW's RMS.
 """
@@ -6,13 +8,14 @@ Source: Muon: torch.optim.Muon (Keller Jordan's), learning rate matched to AdamW
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from dlmrt.models import qwen3
 from orl.recipe import OptimSection
+from orl.train_recipe import UpdateSection
 
 
 def learning_rate_ratio(step: int, num_steps: int, warmup_steps: int, end_ratio: float) -> float:
@@ -23,26 +26,20 @@ def learning_rate_ratio(step: int, num_steps: int, warmup_steps: int, end_ratio:
     return end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
-class Optimizers:
-    """Both optimizers of a run as one.
+class NamedOptimizers:
+    """Several optimizers as one, with state that can be saved by parameter name.
 
     Args:
-        params: leaves that require gradients, by name.
+        optimizers: by name.
+        names: parameters of each, in its order.
+        base_lr: learning rate of each at ratio 1.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], section: OptimSection) -> None:
-        matrices = [n for n, p in params.items() if p.ndim == 2 and n not in (qwen3.EMBEDDING, qwen3.HEAD)]
-        rest = [n for n in params if n not in matrices]
-        self.names = {"muon": matrices, "adamw": rest}
-        muon = torch.optim.Muon(
-            [params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay,
-            momentum=0.95, adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
-        adamw = torch.optim.AdamW(
-            [params[n] for n in rest], lr=section.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-        )
-        self.by_name: dict[str, torch.optim.Optimizer] = {"muon": muon, "adamw": adamw}
-        self.base_lr = {"muon": section.muon_lr, "adamw": section.adamw_lr}
+    def __init__(
+        self, optimizers: Mapping[str, torch.optim.Optimizer], names: Mapping[str, Sequence[str]],
+        base_lr: Mapping[str, float],
+    ) -> None:  # fmt: skip
+        self.by_name, self.names, self.base_lr = optimizers, names, base_lr
 
     def step(self, ratio: float) -> None:
         """One update at `ratio` of the base learning rates; gradients are cleared."""
@@ -76,3 +73,58 @@ class Optimizers:
                 if found:
                     state[idx] = found
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+class Optimizers(NamedOptimizers):
+    """Muon and AdamW of a pre-training run.
+
+    Args:
+        params: leaves that require gradients, by name.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], section: OptimSection) -> None:
+        matrices = [n for n, p in params.items() if p.ndim == 2 and n not in (qwen3.EMBEDDING, qwen3.HEAD)]
+        rest = [n for n in params if n not in matrices]
+        muon = torch.optim.Muon(
+            [params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay,
+            momentum=0.95, adjust_lr_fn="match_rms_adamw",
+        )  # fmt: skip
+        adamw = torch.optim.AdamW(
+            [params[n] for n in rest], lr=section.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
+        )
+        super().__init__(
+            {"muon": muon, "adamw": adamw}, {"muon": matrices, "adamw": rest},
+            {"muon": section.muon_lr, "adamw": section.adamw_lr},
+        )  # fmt: skip
+
+
+class PathwayOptimizers(NamedOptimizers):
+    """AdamW of On-Policy Residual Learning: one group for the backbone, one for the residual pathway.
+
+    Each group has its learning rate and is clipped by its own norm, so neither can drown the other.
+
+    Args:
+        params: leaves that require gradients, by name.
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], section: UpdateSection) -> None:
+        pathway = [n for n in params if n.startswith(qwen3.ADAPTER)]
+        names = {"backbone": [n for n in params if n not in pathway], "residual": pathway}
+        names = {group: members for group, members in names.items() if members}
+        base_lr = {"backbone": section.lr, "residual": section.lr * section.residual_lr_ratio}
+        optimizers = {
+            group: torch.optim.AdamW(
+                [params[n] for n in members], lr=base_lr[group], betas=(0.9, 0.99),
+                weight_decay=section.weight_decay, fused=True,
+            )
+            for group, members in names.items()
+        }  # fmt: skip
+        super().__init__(optimizers, names, {group: base_lr[group] for group in names})
+        self.params = params
+
+    def clip(self, max_norm: float) -> dict[str, float]:
+        """Clip the gradients of each group to `max_norm`; their norms before that."""
+        return {
+            group: float(torch.nn.utils.clip_grad_norm_([self.params[n] for n in members], max_norm))
+            for group, members in self.names.items()
+        }

@@ -29,7 +29,7 @@ Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 # Streams of `generator`. The task of a problem and the order of a pool share one: they are never used together.
-DATA_STREAM, NOISE_STREAM, COIN_STREAM = 0, 1, 2
+DATA_STREAM, NOISE_STREAM, COIN_STREAM, ROLLOUT_STREAM, STATES_STREAM = 0, 1, 2, 3, 4
 
 CLEAN = -1  # value of `copy` on clean rows
 PAD = -2  # and on padding rows
@@ -71,13 +71,13 @@ class Noise:
     random_ids: Int32  # ids that uniform noise draws from
 
 
-def generator(seed: int, number: int, stream: int) -> np.random.Generator:
-    """Counter-based random numbers of (seed, number, stream).
+def generator(seed: int, number: int, stream: int, index: int = 0) -> np.random.Generator:
+    """Counter-based random numbers of (seed, number, stream, index).
 
     Streams of one number are independent. Drawing the task and the noise of a problem from one and the same sequence
     would tie them together: each task would see its own narrow band of noise levels.
     """
-    return np.random.Generator(np.random.Philox(key=[seed, number], counter=[0, 0, 0, stream]))
+    return np.random.Generator(np.random.Philox(key=[seed, number], counter=[0, 0, index, stream]))
 
 
 def problem_rows(example: Example, objective: ObjectiveSection, noise: Noise, seed: int) -> Rows:
@@ -213,3 +213,53 @@ def _fill(content: list[Rows], length: int) -> Rows:
         is_unresolved=np.zeros(free, dtype=np.bool_),
     )
     return concatenate([*numbered, padding])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """Some states of one response that go into one micro-batch. Example: ``Share(response=3, states=(0, 1, 2))``."""
+
+    response: int
+    states: tuple[int, ...]
+
+
+def pack_shares(
+    num_clean: Sequence[int], num_states: Sequence[int], *, canvas_length: int, budget: int
+) -> list[list[Share]]:
+    """Put every state of every response into exactly one micro-batch of about `budget` rows, longest responses first.
+
+    A response whose rows exceed the budget is cut into shares that repeat its clean rows; a share with a single state
+    may still be longer than the budget.
+
+    Args:
+        num_clean: clean rows of each response.
+        num_states: states of each response, at least one.
+    """
+    shares: list[tuple[int, Share]] = []  # with their rows
+    for response, (clean, states) in enumerate(zip(num_clean, num_states, strict=True)):
+        per_share = max(1, (budget - clean) // canvas_length)
+        for first in range(0, states, per_share):
+            chosen = tuple(range(first, min(first + per_share, states)))
+            shares.append((clean + len(chosen) * canvas_length, Share(response=response, states=chosen)))
+    bins: list[list[Share]] = []
+    room: list[int] = []
+    for size, share in sorted(shares, key=lambda item: (-item[0], item[1].response)):
+        idx = next((i for i, free in enumerate(room) if free >= size), None)
+        if idx is None:
+            bins.append([])
+            room.append(budget)
+            idx = len(bins) - 1
+        bins[idx].append(share)
+        room[idx] -= size
+    return bins
+
+
+def balance(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Deal items to ranks, the costliest first, each to the rank with the least so far; indices per rank."""
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    totals = [0.0] * num_ranks
+    for idx in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = totals.index(min(totals))
+        ranks[rank].append(idx)
+        totals[rank] += costs[idx]
+    return ranks

@@ -28,14 +28,14 @@ from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.models import qwen3
 from dlmrt.models.config import ModelConfig
 from orl.data import PackedStream
-from orl.errors import DivergedError, RunFolderError
+from orl.errors import DivergedError
 from orl.interrupt import uninterrupted
 from orl.objective import Batch, batch_loss
 from orl.optimizers import Optimizers, learning_rate_ratio
 from orl.packing import COIN_STREAM, Rows, generator
 from orl.recipe import PretrainRecipe
 from orl.run_folder import RunFolder
-from orl.start import init_params, load_init, model_config, noise_of, open_tokenizer
+from orl.start import init_params, load_init, model_config, noise_of, open_tokenizer, restore_params
 
 Evaluate = Callable[[Path], dict[str, Any]]
 
@@ -179,15 +179,7 @@ class Run:
         return target
 
     def _restore(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        saved = {name.removeprefix("param.") for name in tensors if name.startswith("param.")}
-        for name in {**self.params, **dict.fromkeys(saved)}:
-            found, wanted = tensors.get(f"param.{name}"), self.params.get(name)
-            if found is None or wanted is None or found.shape != wanted.shape:
-                raise RunFolderError(
-                    f"the state in {self.folder.states} is of another model ({name} differs); take another --run-dir"
-                )
-            with torch.no_grad():
-                wanted.copy_(found)
+        restore_params(self.params, tensors, self.folder.states)
         self.optimizers.restore(tensors)
         self.stream.restore(extra["stream"])
         self.step, self.num_rows = int(extra["step"]), int(extra["num_rows"])

@@ -41,9 +41,9 @@ class ModelSection:
     residual_intermediate_size: int = 512  # width of the residual adapter; 0: no residual pathway
 
     def __post_init__(self) -> None:
-        _check_range(self, "residual_intermediate_size", 0)
-        _check_range(self, "canvas_length", 1)
-        _check_range(self, "logit_shift", 0, 1)
+        check_range(self, "residual_intermediate_size", 0)
+        check_range(self, "canvas_length", 1)
+        check_range(self, "logit_shift", 0, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class DataSection:
     pool_problems: int = 128  # problems that are packed together
 
     def __post_init__(self) -> None:
-        _check_range(self, "pack_tokens pool_problems tokenizer_problems", 1)
+        check_range(self, "pack_tokens pool_problems tokenizer_problems", 1)
         if any(not 0 <= weight < math.inf for weight in self.weights) or (self.weights and not sum(self.weights)):
             raise RecipeError(f"weights are {list(self.weights)}; give shares of at least 0, one of them above")
 
@@ -78,10 +78,10 @@ class ObjectiveSection:
     tail_weight: float = 0.1  # weight of canvas slots right of the stop token
 
     def __post_init__(self) -> None:
-        _check_range(self, "copies", 1)
-        _check_range(self, "ar_weight prompt_weight tail_weight", 0)
-        _check_range(self, "self_conditioning_p", 0, 1)
-        _check_range(self, "t_min", 1e-6, 1)
+        check_range(self, "copies", 1)
+        check_range(self, "ar_weight prompt_weight tail_weight", 0)
+        check_range(self, "self_conditioning_p", 0, 1)
+        check_range(self, "t_min", 1e-6, 1)
         if self.loss_weight == "elbo" and self.kind != "mask":
             raise RecipeError(f"loss_weight 'elbo' has no effect with kind {self.kind!r}; use 'flat', or kind 'mask'")
 
@@ -102,10 +102,10 @@ class OptimSection:
     max_skipped_steps: int = 10  # steps in a row without a usable gradient that end the run
 
     def __post_init__(self) -> None:
-        _check_range(self, "steps bins_per_step bins_per_micro max_skipped_steps", 1)
-        _check_range(self, "muon_lr adamw_lr warmup_steps weight_decay", 0)
-        _check_range(self, "lr_end_ratio", 0, 1)
-        _check_range(self, "grad_clip", 1e-9)
+        check_range(self, "steps bins_per_step bins_per_micro max_skipped_steps", 1)
+        check_range(self, "muon_lr adamw_lr warmup_steps weight_decay", 0)
+        check_range(self, "lr_end_ratio", 0, 1)
+        check_range(self, "grad_clip", 1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +121,8 @@ class RunSection:
     eval_problems: int = 8  # held-out problems per task during training
 
     def __post_init__(self) -> None:
-        _check_range(self, "seed num_threads save_every_s", 0)
-        _check_range(self, "eval_every_steps eval_problems", 1)
+        check_range(self, "seed num_threads save_every_s", 0)
+        check_range(self, "eval_every_steps eval_problems", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class PretrainRecipe:
     run: RunSection = field(default_factory=RunSection)
 
 
-def _check_range(section: Any, names: str, low: float, high: float = math.inf) -> None:
+def check_range(section: Any, names: str, low: float, high: float = math.inf) -> None:
     """Refuse values of fields `names` outside [low, high], infinity and NaN included."""
     for name in names.split():
         value = getattr(section, name)

@@ -5,13 +5,14 @@ or a full disk at any moment the newest complete state is still there, and a dam
 safetensors, the rest JSON; nothing is pickled. `metrics.jsonl` is cut back to the resumed step, so a resumed run's file
 reads like a straight run's.
 
-Left out on purpose: a lock; two processes that train in one folder at the same time are not told apart.
+One process at a time: the folder is locked until the process that opened it ends, however it ends.
 
 Source: ours.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import math
@@ -31,16 +32,22 @@ from orl.recipe import build, differences, dump_recipe, read_toml
 logger = logging.getLogger(__name__)
 
 _KEEP = 2
+_locks: dict[Path, int] = {}  # descriptors, open while this process lives: closing one would give the lock away
 
 
 class RunFolder:
-    """One run's folder; made on first use."""
+    """One run's folder; made on first use.
+
+    Raises:
+        RunFolderError: another process has it open.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.states = path / "state"
         self.metrics = path / "metrics.jsonl"
         self.states.mkdir(parents=True, exist_ok=True)
+        _lock(path)
 
     def check_recipe(self, recipe: Any) -> None:
         """Save the resolved recipe, or refuse to go on with another one; keys that are new since count as defaults.
@@ -118,7 +125,7 @@ class RunFolder:
             return tensors, extra
         if folders:
             raise RunFolderError(f"no state in {self.states} can be read; remove the folder to start the run again")
-        self._cut_metrics(0)
+        self._cut_metrics(-1)
         return None
 
     def _complete(self) -> list[Path]:
@@ -136,6 +143,22 @@ class RunFolder:
             if entry["step"] <= step:
                 kept.append(line)
         _write(self.metrics, "".join(line + "\n" for line in kept))
+
+
+def _lock(folder: Path) -> None:
+    """Hold `folder` for this process; a record lock, so that the kernel frees it after `kill -9` too."""
+    folder = folder.resolve()
+    if folder in _locks:
+        return
+    descriptor = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise RunFolderError(
+            f"another process trains in {folder}; wait for it, stop it, or take another --run-dir"
+        ) from error
+    _locks[folder] = descriptor
 
 
 def _write(path: Path, text: str) -> None:

@@ -6,6 +6,7 @@ Source: ours.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from dlmrt.decode.text import TextCodec
 from dlmrt.models import qwen3
 from dlmrt.models.config import AUTOREGRESSIVE, DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig, check_config
 from orl.data import prepare_tokenizer
-from orl.errors import RecipeError
+from orl.errors import RecipeError, RunFolderError
 from orl.packing import Noise
 from orl.recipe import PretrainRecipe
 from orl.tasks.tokenizer import END_TOKEN, MASK_TOKEN, PAD_TOKEN
@@ -121,6 +122,21 @@ def load_init(params: Params, config: ModelConfig, name: str) -> None:
                 "set model.residual_intermediate_size to the checkpoint's"
             )
         params[tensor_name] = tensor.clone()
+
+
+def restore_params(params: Params, tensors: Mapping[str, Tensor], states: Path) -> None:
+    """Overwrite `params` by the tensors ``param.<name>`` of a saved state.
+
+    Raises:
+        RunFolderError: the state is of a model with other tensors.
+    """
+    saved = {name.removeprefix("param.") for name in tensors if name.startswith("param.")}
+    for name in {**params, **dict.fromkeys(saved)}:
+        found, wanted = tensors.get(f"param.{name}"), params.get(name)
+        if found is None or wanted is None or found.shape != wanted.shape:
+            raise RunFolderError(f"the state in {states} is of another model ({name} differs); take another --run-dir")
+        with torch.no_grad():
+            wanted.copy_(found)
 
 
 def noise_of(config: ModelConfig, codec: TextCodec) -> Noise:

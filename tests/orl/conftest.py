@@ -135,3 +135,21 @@ def run_orl(start_python: Callable[..., subprocess.Popen[str]]) -> Callable[...,
         return process.returncode, stdout, stderr
 
     return run
+
+
+@pytest.fixture
+def orl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    """Run `orl *arguments` in this process -> (exit status, stdout, stderr)."""
+
+    from dlmrt.cli import run_app
+    from orl.cli import app
+
+    def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["orl", *map(str, arguments)])
+        if cwd is not None:
+            monkeypatch.chdir(cwd)
+        capsys.readouterr()
+        status = run_app(app, "orl")
+        return status, *capsys.readouterr()
+
+    return run

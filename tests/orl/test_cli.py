@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from dlmrt.cli import run_app
-from orl.cli import app
 from orl.recipe import dump_recipe
 from orl.tasks import task_names
 
@@ -27,21 +23,6 @@ def tell(self, entry):
 RunFolder.log = tell
 main()
 """
-
-
-@pytest.fixture
-def orl(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
-    """Run `orl *arguments` in this process -> (exit status, stdout, stderr)."""
-
-    def run(*arguments: object, cwd: Path | None = None) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["orl", *map(str, arguments)])
-        if cwd is not None:
-            monkeypatch.chdir(cwd)
-        capsys.readouterr()
-        status = run_app(app, "orl")
-        return status, *capsys.readouterr()
-
-    return run
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +140,7 @@ def test_evaluate_prints_a_table_for_people_and_json_for_programs(orl, model: Pa
         tmp_path / "failures.jsonl", "--min-score", "1",
     )  # fmt: skip
     report = json.loads(stdout.splitlines()[-1])
-    assert report["schema"] == "orl.evaluate/1"
+    assert report["schema"] == "orl.evaluate/2"
     assert report["conditions"]["model"] == "model"
     assert [row["setting"] for row in report["results"]] == ["slow", "threshold=0.1,max_tokens=16"]
     assert json.loads((tmp_path / "report.json").read_text()) == report

@@ -21,7 +21,8 @@ from orl.recipe import DataSection
 def outcome(tokens: int, steps: int, commits: int = 0, **changes: Any) -> Outcome:
     return Outcome(**{
         "task": "chain_sum", "passed": True, "reason": "ok", "completion_tokens": tokens, "num_denoise_steps": steps,
-        "num_commit_forwards": commits, "total_s": 0.5, "finish_reason": "stop", **changes,
+        "num_commit_forwards": commits, "num_blocks": 2, "num_stop_tokens": 1, "total_s": 0.5, "finish_reason": "stop",
+        "executor": "cpu", "dtype": "float32", **changes,
     })  # fmt: skip
 
 
@@ -34,6 +35,7 @@ def test_ratio_of_sums_and_mean_of_ratios_are_both_given_under_their_names():
     assert summary["tpf_total_per_request"]["median"] == 5.5
     assert summary["tpf_total_per_request"]["p10"] == pytest.approx(1.9)
     assert summary["tpf_denoise"] == pytest.approx(104 / 11)
+    assert summary["tpf_total_orl"] == pytest.approx((104 - 2) / (11 + 4))
 
 
 def test_counts_shares_and_rates():

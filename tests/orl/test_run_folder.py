@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -193,3 +194,24 @@ def test_full_disk_leaves_the_state_before(tmp_path: Path, start_python, kind: s
     assert "free space and run the same command" in lines[0]
     assert lines[1] == "1 True ['step_00000001']"
     assert lines[2] == "3"
+
+
+def test_one_process_at_a_time(tmp_path: Path):
+    """A second process is refused while the first lives; the lock of a killed one is gone."""
+    program = f"""
+from pathlib import Path
+from orl.run_folder import RunFolder
+RunFolder(Path({str(tmp_path / "run")!r}))
+print("open", flush=True)
+input()
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "open\n"
+        with pytest.raises(RunFolderError, match="another process trains in .*--run-dir"):
+            RunFolder(tmp_path / "run")
+        first.kill()
+    RunFolder(tmp_path / "run")
+    RunFolder(tmp_path / "run")  # the same process may open it again

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -63,6 +65,21 @@ def test_import_loads_nothing_heavy(run_python, module):
     loaded = set(done.stdout.split())
     assert module in loaded
     assert not loaded & {*HEAVY, "trackio", "wandb", "huggingface_hub", "jinja2", "tokenizers"}
+
+
+def test_the_product_does_not_depend_on_transformers(root):
+    """K35: no hook of transformers can change under us; its models are read from their files, and tests compare."""
+    sources = [*(root / "src").rglob("*.py"), root / "pyproject.toml"]
+    importing = [
+        str(path) for path in sources if re.search(r"^\s*(import|from) transformers\b", path.read_text(), re.M)
+    ]
+    assert len(sources) > 50
+    assert not importing
+    required = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    extras = {name: list(needs) for name, needs in required["optional-dependencies"].items() if name != "dev"}
+    assert not [
+        need for needs in [required["dependencies"], *extras.values()] for need in needs if "transformers" in need
+    ]
 
 
 @pytest.mark.parametrize(("script", "budget_s"), [(IMPORT_SECONDS, 0.3), (HELP_SECONDS, 0.5)], ids=["import", "help"])

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.checkpoint.formats import FLOATS, InputQuantizer, StoredWeight
-from dlmrt.checkpoint.tensorfile import StoredTensor, release, to_float32, to_torch
+from dlmrt.checkpoint.tensorfile import StoredTensor, in_memory, is_equal, to_float32, to_torch
 from dlmrt.errors import CheckpointError, nearest
 from dlmrt.models.layers import Place, Rename, places
 
@@ -53,15 +53,11 @@ class Piece:
     def stored(self, item: int | None = None) -> StoredTensor:
         """The values that go to the place, or one item of their first axis: as in the file, or dequantised."""
         weight = self.weight
-        if weight.format == "float" and self.part is None and item is None:
-            return weight.parts["weight"]
-        values = weight.parts["weight"].raw() if weight.format == "float" else weight.float32()
-        return _in_memory(weight.name, self.dtype, self._cut(values if item is None else values[item]), _path(weight))
-
-    def release(self) -> None:
-        """Give the memory of the file's pages back."""
-        for tensor in self.weight.parts.values():
-            release(tensor)
+        if weight.format != "float":
+            values = weight.float32()
+            return in_memory(weight.name, "float32", self._cut(values if item is None else values[item]), _path(weight))
+        tensor = weight.parts["weight"] if item is None else weight.parts["weight"].item(item)
+        return tensor if self.part is None else in_memory(weight.name, self.dtype, self._cut(tensor.raw()), tensor.path)
 
     def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if self.part is None else np.split(values, self.part[1], axis=-2)[self.part[0]]
@@ -93,7 +89,7 @@ class ModelWeight:
         tensor = self.pieces[index].stored()
         if tensor.dtype == self.dtype:
             return tensor
-        return _in_memory(tensor.name, "float32", to_float32(tensor), tensor.path)
+        return in_memory(tensor.name, "float32", to_float32(tensor), tensor.path)
 
     def stored(self) -> StoredTensor:
         """All values as one tensor: as it lies in the file where it does, else made of its pieces in memory."""
@@ -105,30 +101,22 @@ class ModelWeight:
         for index, piece in enumerate(self.pieces):
             tensor = piece.stored()
             values[index] = tensor.raw() if tensor.dtype == dtype else to_float32(tensor)
-        return _in_memory(self.name, dtype, values, first.path)
+        return in_memory(self.name, dtype, values, first.path)
 
     def to_torch(self, dtype: torch.dtype) -> torch.Tensor:
-        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory, mapped or copied."""
+        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory."""
         import torch
 
         if not self.is_stacked:
-            values = to_torch(self.pieces[0].stored()).to(dtype)
-            self.pieces[0].release()
-            return values
+            return to_torch(self.pieces[0].stored()).to(dtype)
         values = torch.empty(self.shape, dtype=dtype)
         for index, piece in enumerate(self.pieces):
             values[index] = to_torch(piece.stored())
-            piece.release()
         return values
 
     def input_quantizers(self) -> list[InputQuantizer | None]:
         """`StoredWeight.input_quantizer` of each piece."""
         return [piece.weight.input_quantizer() for piece in self.pieces]
-
-
-def _in_memory(name: str, dtype: str, values: npt.NDArray[Any], path: Path) -> StoredTensor:
-    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
-    return StoredTensor(name=name, dtype=dtype, shape=values.shape, data=data, path=path)
 
 
 def assemble(
@@ -197,8 +185,7 @@ def _complete(name: str, shape: tuple[int, ...], pieces: Mapping[int | None, Pie
 def is_same(one: StoredWeight, other: StoredWeight) -> bool:
     """Whether both hold the same bytes."""
     return one.format == other.format and all(
-        part in other.parts and tensor.dtype == other.parts[part].dtype and tensor.data == other.parts[part].data
-        for part, tensor in one.parts.items()
+        part in other.parts and is_equal(tensor, other.parts[part]) for part, tensor in one.parts.items()
     )
 
 

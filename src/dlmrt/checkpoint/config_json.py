@@ -57,13 +57,22 @@ def _blocks(config: ModelConfig) -> dict[str, Any]:
     return {"block_size": config.diffusion.canvas_length, "mask_token_id": config.diffusion.mask_token_id}
 
 
+_MODEL_TYPES = {
+    "A2DQwen2LMHeadModel": "a2d-qwen2",
+    "A2DQwen3LMHeadModel": "a2d-qwen3",
+    "Fast_dLLM_QwenForCausalLM": "Fast_dLLM_Qwen",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "SDARForCausalLM": "sdar",
+}
+
+
 def _qwen3(config: ModelConfig) -> dict[str, Any]:
-    model_type = {"Qwen3ForCausalLM": "qwen3", "SDARForCausalLM": "sdar"}[config.architecture]
-    return _outer(config, model_type) | _common(config) | _blocks(config) | {
+    return _outer(config, _MODEL_TYPES[config.architecture]) | _common(config) | _blocks(config) | {
         "rope_theta": config.rope.theta,
         "rope_scaling": _rope_to_json(config.rope),
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": config.has_qkv_bias,
         "use_sliding_window": False,
         "use_cache": True,
     }  # fmt: skip
@@ -137,8 +146,7 @@ def _rope_parameters(rope: RopeConfig) -> dict[str, Any]:
 _WRITERS = {
     "DiffusionGemmaForBlockDiffusion": _diffusion_gemma,
     "LLaDA2MoeModelLM": _llada2,
-    "Qwen3ForCausalLM": _qwen3,
-    "SDARForCausalLM": _qwen3,
+    **dict.fromkeys(_MODEL_TYPES, _qwen3),
 }
 
 

@@ -1,8 +1,8 @@
 """A checkpoint folder that is replaced as a whole or not at all.
 
 Everything is written and synced under a temporary name beside the target and exchanged with it in one rename, so that a
-crash or a full disk leaves the previous checkpoint as it was. A killed process leaves its hidden, unfinished ".tmp"
-folder there.
+crash or a full disk leaves the previous checkpoint as it was. Whether the disk has room is checked before anything is
+written. A killed process leaves its hidden ".tmp" folder there, which has no config.json: that is written last.
 
 Source: ours; shard names of the Hugging Face hub.
 """
@@ -10,11 +10,12 @@ Source: ours; shard names of the Hugging Face hub.
 from __future__ import annotations
 
 import ctypes
+import functools
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +28,42 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "vocab.json", "merges.txt",
 )  # fmt: skip
+Progress = Callable[[int, int], None]  # (bytes just written, bytes in all)
 _JSON_FILES = ("generation_config.json", "hf_quant_config.json")
 
 
 def write_folder(
     folder: Path, documents: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, FileTensor],
     *, tokenizer_files: Path | None = None, max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: Progress | None = None,
 ) -> None:  # fmt: skip
     """Write `folder`, replacing the checkpoint that it may hold.
 
     Args:
-        documents: JSON files by name.
+        documents: JSON files by name, written behind the weights in this order.
         tensors: by their names in the files; each one's bits are asked for once, in this order.
         tokenizer_files: folder whose tokenizer files are copied; None copies none.
         max_shard_bytes: size above which weights are split into shards with an index.
+        progress: called behind the writing of each tensor with its bytes and those of all tensors.
 
     Raises:
         UsageError: `folder` holds files that the new checkpoint would not replace.
-        CheckpointError: the disk refused; the previous checkpoint is unchanged.
+        CheckpointError: the disk has no room or refused; the previous checkpoint is unchanged.
     """
     folder = folder.resolve()
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        total = sum(tensor.num_bytes for tensor in tensors.values())
+        _check_room(folder.parent, total)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", suffix=".tmp", dir=folder.parent))
         try:
             draft.chmod(0o777 & ~_umask())
-            for name, value in documents.items():
-                _write_json(draft / name, value)
+            written = None if progress is None else functools.partial(_report, progress, total)
+            _write_weights(draft, tensors, max_shard_bytes, written)
             if tokenizer_files is not None:
                 _copy_tokenizer(tokenizer_files, draft)
-            _write_weights(draft, tensors, max_shard_bytes)
+            for name, value in documents.items():
+                _write_json(draft / name, value)
             _sync(draft)
             _refuse_strangers(folder, draft)
             _exchange(draft, folder)
@@ -66,6 +73,19 @@ def write_folder(
         raise CheckpointError(
             f"cannot write {folder}: {error}; the previous checkpoint is unchanged, free space or pick another folder"
         ) from error
+
+
+def _report(progress: Progress, total: int, num_bytes: int) -> None:
+    progress(num_bytes, total)
+
+
+def _check_room(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if num_bytes > free:
+        raise CheckpointError(
+            f"the weights need {num_bytes:,} bytes ({num_bytes / 2**30:.2f} GiB), the disk of {folder} has {free:,} "
+            f"({free / 2**30:.2f} GiB) free; free space or pick another folder"
+        )
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -84,15 +104,17 @@ def _copy_tokenizer(source: Path, draft: Path) -> None:
             _sync(draft / name)
 
 
-def _write_weights(draft: Path, tensors: Mapping[str, FileTensor], max_shard_bytes: int) -> None:
+def _write_weights(
+    draft: Path, tensors: Mapping[str, FileTensor], max_shard_bytes: int, written: Callable[[int], None] | None
+) -> None:
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        write_tensors(draft / SINGLE_FILE, shards[0])
+        write_tensors(draft / SINGLE_FILE, shards[0], written)
         return
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(draft / file, shard)
+        write_tensors(draft / file, shard, written)
         weight_map |= dict.fromkeys(shard, file)
     total = sum(tensor.num_bytes for tensor in tensors.values())
     _write_json(draft / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": weight_map})

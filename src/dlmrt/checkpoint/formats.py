@@ -96,6 +96,12 @@ class StoredWeight:
                     raw["weight_packed"], self._scale(), self.shape[1], raw.get("weight_zero_point")
                 )
 
+    def nvfp4_multiplier(self) -> np.float32:
+        """The float32 scale of an NVFP4 matrix as a multiplier, whatever its dialect stores."""
+        if self.dialect == "compressed-tensors":
+            return np.float32(1) / np.float32(self.parts["weight_global_scale"].raw().reshape(()))
+        return np.float32(self.parts["weight_scale_2"].raw().reshape(()))
+
     def input_quantizer(self) -> InputQuantizer | None:
         """How the format rounds what the matrix is multiplied with; None: not at all."""
         match self.format:

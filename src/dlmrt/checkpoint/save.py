@@ -12,7 +12,7 @@ Source: tensor names as in transformers 5.24.0 and ZHZisZZ/dllm ca17675 (LLaDA2)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,40 +59,39 @@ def save_checkpoint(
         raise UsageError(f"dtype {wanted!r} is not a type of weights{nearest(wanted, (*FLOAT_DTYPES, 'auto'))}")
     config = dataclasses.replace(config, dtype=wanted)
     shapes = _checked_shapes(config, tensors)
-    documents: dict[str, Mapping[str, Any]] = {"config.json": config_to_json(config)}
-    if generation is not None:
-        documents["generation_config.json"] = generation
+    documents: dict[str, Mapping[str, Any]] = {} if generation is None else {"generation_config.json": generation}
+    documents["config.json"] = config_to_json(config)
     kept = family_of(config).FLOAT32
+
+    def values(name: str, index: int | None) -> Any:
+        whole = tensors[name]
+        if index is None:
+            return whole
+        return whole.item(index) if isinstance(whole, StoredTensor) else whole[index]
+
     files = {
-        file.name: _plain(file, shapes, tensors, "float32" if file.name.endswith(kept) else wanted)
+        file.name: plain_tensor(file, shapes, values, "float32" if file.name.endswith(kept) else wanted)
         for file in file_names(shapes, joins=family_of(config).JOINS_EXPERTS)
     }
     write_folder(folder, documents, files, tokenizer_files=tokenizer_files, max_shard_bytes=max_shard_bytes)
 
 
-def _plain(file: FileName, shapes: Mapping[str, tuple[int, ...]], tensors: Mapping[str, Any], dtype: str) -> FileTensor:
-    """One tensor of the file in `dtype`."""
+def plain_tensor(
+    file: FileName, shapes: Mapping[str, tuple[int, ...]], values: Callable[[str, int | None], Any], dtype: str
+) -> FileTensor:
+    """One tensor of a plain file in `dtype`; `values` gives a tensor of the model, or one index of its first axis."""
     first, *others = file.sources
     shape = shapes[first]
     if file.index is not None:
-        return FileTensor(dtype=dtype, shape=shape[1:], bits=lambda: encode(_item(tensors[first], file.index), dtype))
+        return FileTensor(dtype=dtype, shape=shape[1:], bits=lambda: encode(values(first, file.index), dtype))
     if not others:
-        return FileTensor(dtype=dtype, shape=shape, bits=lambda: encode(tensors[first], dtype))
+        return FileTensor(dtype=dtype, shape=shape, bits=lambda: encode(values(first, None), dtype))
     joined = (*shape[:-2], sum(shapes[name][-2] for name in file.sources), shape[-1])
 
     def join() -> npt.NDArray[Any]:
-        return np.concatenate([encode(tensors[name], dtype) for name in file.sources], axis=-2)
+        return np.concatenate([encode(values(name, None), dtype) for name in file.sources], axis=-2)
 
     return FileTensor(dtype=dtype, shape=joined, bits=join)
-
-
-def _item(values: Any, index: int | None) -> Any:
-    """One index of the first axis, as something that `encode` takes."""
-    if not isinstance(values, StoredTensor):
-        return values[index]
-    raw = values.raw()[index]
-    data = np.ascontiguousarray(raw).reshape(-1).view(np.uint8).data
-    return dataclasses.replace(values, shape=raw.shape, data=data)
 
 
 def _checked_shapes(config: ModelConfig, tensors: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -2,8 +2,10 @@
 
 Layout: 8 bytes little-endian header length, a JSON header {name: {dtype, shape, data_offsets}}, then the data, which
 the tensors cover without gap or overlap. The header is parsed here rather than by the safetensors package because that
-package has no numpy type for bfloat16 and its errors name neither file nor tensor. Data is memory-mapped and copied by
-the conversions only, so reading a checkpoint takes the memory of its largest tensor beyond what the caller keeps.
+package has no numpy type for bfloat16 and its errors name neither file nor tensor. A tensor's bytes are read when they
+are asked for, so a checkpoint takes the memory of its largest tensor beyond what the caller keeps. They are read, not
+mapped: a file that is cut short or rewritten while it is used is then an error with its name, where touching a mapped
+page that is gone ends the process (SIGBUS).
 
 Left out on purpose: types below one byte and pickled formats of any kind.
 
@@ -14,9 +16,9 @@ from __future__ import annotations
 
 import json
 import math
-import mmap
 import os
 import struct
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,54 @@ DTYPES: dict[str, tuple[str, type[np.generic]]] = {
 }
 _TAGS = {name: tag for tag, (name, _) in DTYPES.items()}
 _MAX_HEADER_BYTES = 100_000_000
+_PIECE_BYTES = 1 << 24  # of two tensors that are compared
+
+
+class OpenFile:
+    """An open tensor file that notices when it is changed; closed when no tensor refers to it any more."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        self._opened = os.fstat(self._descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes when it was opened."""
+        return self._opened.st_size
+
+    def read(self, begin: int, num_bytes: int) -> npt.NDArray[np.uint8]:
+        """A copy of bytes of the file.
+
+        Raises:
+            CheckpointError: the file is not what it was when it was opened, or the disk failed.
+        """
+        values = np.empty(num_bytes, dtype=np.uint8)
+        remaining = values.data
+        try:
+            while remaining and (count := os.preadv(self._descriptor, [remaining], begin + num_bytes - len(remaining))):
+                remaining = remaining[count:]
+            now = os.fstat(self._descriptor)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read {self.path} ({error.strerror}); download the checkpoint again"
+            ) from error
+        if remaining or (now.st_size, now.st_mtime_ns) != (self._opened.st_size, self._opened.st_mtime_ns):
+            raise CheckpointError(
+                f"{self.path} was changed while it was read ({self.size} bytes then, {now.st_size} now); load it again "
+                "when nothing writes to it"
+            )
+        return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileBytes:
+    """A run of bytes in a file, not read yet."""
+
+    file: OpenFile
+    begin: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +110,59 @@ class StoredTensor:
     name: str
     dtype: str  # "float32", "bfloat16", ... (the names of `DTYPES`)
     shape: tuple[int, ...]
-    data: memoryview  # bytes in C order, mapped from the file
+    data: FileBytes | memoryview  # bytes in C order: in the file, or, of values made from a file's, in memory
     path: Path  # the file, for messages
 
+    @property
+    def num_bytes(self) -> int:
+        """Size of the values."""
+        return self.data.num_bytes if isinstance(self.data, FileBytes) else self.data.nbytes
+
     def raw(self) -> npt.NDArray[Any]:
-        """Read-only view without a copy; bfloat16 as uint16 and fp8 as uint8 bits."""
-        return np.frombuffer(self.data, dtype=DTYPES[_TAGS[self.dtype]][1]).reshape(self.shape)
+        """The values, bfloat16 as uint16 and fp8 as uint8 bits: read from the file by each call, or a read-only view.
+
+        Raises:
+            CheckpointError: the file is not what it was when it was opened.
+        """
+        if isinstance(self.data, FileBytes):
+            return self.data.file.read(self.data.begin, self.data.num_bytes).view(self._bits).reshape(self.shape)
+        return np.frombuffer(self.data, dtype=self._bits).reshape(self.shape)
+
+    def item(self, index: int) -> StoredTensor:
+        """One index of the first axis, not read either."""
+        num_bytes = self.num_bytes // self.shape[0]
+        begin = index * num_bytes
+        if isinstance(self.data, FileBytes):
+            data: FileBytes | memoryview = FileBytes(
+                file=self.data.file, begin=self.data.begin + begin, num_bytes=num_bytes
+            )
+        else:
+            data = self.data[begin : begin + num_bytes]
+        return StoredTensor(name=self.name, dtype=self.dtype, shape=self.shape[1:], data=data, path=self.path)
+
+    @property
+    def _bits(self) -> type[np.generic]:
+        return DTYPES[_TAGS[self.dtype]][1]
 
 
-def release(tensor: StoredTensor) -> None:
-    """Give the memory of a tensor's mapped pages back; reading it again maps them anew.
+def in_memory(name: str, dtype: str, values: npt.NDArray[Any], path: Path) -> StoredTensor:
+    """A tensor of `values` (bits of `dtype`, as `raw` gives them) that were made from those of `path`."""
+    data = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data.toreadonly()
+    return StoredTensor(name=name, dtype=dtype, shape=values.shape, data=data, path=path)
 
-    Without this a loader holds the file twice, once mapped and once copied.
-    """
-    mapping = tensor.data.obj
-    if not isinstance(mapping, mmap.mmap) or not len(tensor.data) or not hasattr(mmap, "MADV_DONTNEED"):
-        return
-    base, start = (np.frombuffer(data, dtype=np.uint8).ctypes.data for data in (mapping, tensor.data))
-    begin = (start - base) // mmap.PAGESIZE * mmap.PAGESIZE
-    mapping.madvise(mmap.MADV_DONTNEED, begin, start - base + len(tensor.data) - begin)
+
+def is_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    """Whether both have the same type, shape and bytes; compared in pieces, so that neither is in memory whole."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    starts = range(0, one.num_bytes, _PIECE_BYTES)
+    return all(np.array_equal(_piece(one.data, start), _piece(other.data, start)) for start in starts)
+
+
+def _piece(data: FileBytes | memoryview, start: int) -> npt.NDArray[np.uint8]:
+    if isinstance(data, FileBytes):
+        return data.file.read(data.begin + start, min(_PIECE_BYTES, data.num_bytes - start))
+    return np.frombuffer(data, dtype=np.uint8)[start : start + _PIECE_BYTES]
 
 
 def to_float32(tensor: StoredTensor) -> npt.NDArray[np.float32]:
@@ -94,7 +178,7 @@ def to_torch(tensor: StoredTensor) -> torch.Tensor:
     import torch
 
     assert tensor.dtype in ("float32", "float16", "bfloat16"), tensor.dtype
-    bits = np.array(tensor.raw())
+    bits = tensor.raw() if isinstance(tensor.data, FileBytes) else tensor.raw().copy()  # the caller's own
     return torch.from_numpy(bits).view(torch.bfloat16) if tensor.dtype == "bfloat16" else torch.from_numpy(bits)
 
 
@@ -121,7 +205,7 @@ def _bfloat16_bits(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 
 
 def read_tensors(path: Path) -> dict[str, StoredTensor]:
-    """Map `path` and return its tensors by name, in file order.
+    """Read the header of `path` and return its tensors by name, in file order.
 
     Raises:
         CheckpointError: the file is absent, cut short, or its header is not consistent with its size.
@@ -129,25 +213,27 @@ def read_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         if path.exists() and not path.is_file():  # opening a pipe would wait for ever
             raise CheckpointError(f"cannot read {path} (it is not a file); download the checkpoint again")
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < 8:
-                raise _damaged(path, f"it has {size} bytes")
-            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        file = OpenFile(path)
     except OSError as error:
-        raise CheckpointError(f"cannot read {path} ({error.strerror}); download the checkpoint again") from error
+        raise _unreadable(path, error) from error
     except CheckpointError:
         raise
     except ValueError as error:  # an index can name what no file system can
         raise CheckpointError(f"{str(path)!r} is not a file name; download the checkpoint again") from error
-    (header_length,) = struct.unpack("<Q", data[:8])
-    if header_length > min(size - 8, _MAX_HEADER_BYTES):
-        raise _damaged(path, f"its header claims {header_length} bytes and the file has {size}")
-    header = _parse_header(path, bytes(data[8 : 8 + header_length]))
-    body = data[8 + header_length :]
+    if file.size < 8:
+        raise _damaged(path, f"it has {file.size} bytes")
+    (header_length,) = struct.unpack("<Q", file.read(0, 8).tobytes())
+    if header_length > min(file.size - 8, _MAX_HEADER_BYTES):
+        raise _damaged(path, f"its header claims {header_length} bytes and the file has {file.size}")
+    header = _parse_header(path, file.read(8, header_length).tobytes())
+    body = FileBytes(file=file, begin=8 + header_length, num_bytes=file.size - 8 - header_length)
     tensors = {name: _parse_entry(path, name, entry, body) for name, entry in header.items()}
-    _check_cover(path, header, len(body))
+    _check_cover(path, header, body.num_bytes)
     return tensors
+
+
+def _unreadable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"cannot read {path} ({error.strerror}); download the checkpoint again")
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
@@ -171,7 +257,7 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
-def _parse_entry(path: Path, name: str, entry: Any, body: memoryview) -> StoredTensor:
+def _parse_entry(path: Path, name: str, entry: Any, body: FileBytes) -> StoredTensor:
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"the entry of {name!r} does not have dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -183,12 +269,13 @@ def _parse_entry(path: Path, name: str, entry: Any, body: memoryview) -> StoredT
         raise _damaged(path, f"{name!r} has the offsets {offsets!r}")
     begin, end = offsets
     num_bytes = math.prod(shape) * np.dtype(DTYPES[dtype][1]).itemsize
-    if not begin <= end <= len(body):
-        raise _damaged(path, f"{name!r} lies at {begin}..{end} of {len(body)} data bytes")
+    if not begin <= end <= body.num_bytes:
+        raise _damaged(path, f"{name!r} lies at {begin}..{end} of {body.num_bytes} data bytes")
     if end - begin != num_bytes:
         needed = f"{num_bytes} bytes" if num_bytes < 1 << 63 else "more bytes than there can be"
         raise _damaged(path, f"{name!r} needs {needed} for {dtype} {shape[:8]} and has {end - begin}")
-    return StoredTensor(name=name, dtype=DTYPES[dtype][0], shape=tuple(shape), data=body[begin:end], path=path)
+    data = FileBytes(file=body.file, begin=body.begin + begin, num_bytes=num_bytes)
+    return StoredTensor(name=name, dtype=DTYPES[dtype][0], shape=tuple(shape), data=data, path=path)
 
 
 def _check_cover(path: Path, header: Mapping[str, Any], num_bytes: int) -> None:
@@ -216,8 +303,11 @@ class FileTensor:
         return math.prod(self.shape) * np.dtype(DTYPES[_TAGS[self.dtype]][1]).itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> None:
-    """Write `tensors` in their order, asking each for its bits in turn; synced to the disk."""
+def write_tensors(path: Path, tensors: Mapping[str, FileTensor], written: Callable[[int], None] | None = None) -> None:
+    """Write `tensors` in their order, asking each for its bits in turn; synced to the disk.
+
+    `written` is called with the bytes of each tensor behind their writing.
+    """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
     position = 0
     for name, tensor in tensors.items():
@@ -232,5 +322,7 @@ def write_tensors(path: Path, tensors: Mapping[str, FileTensor]) -> None:
             values = tensor.bits()
             assert values.shape == tensor.shape and values.nbytes == tensor.num_bytes, name
             file.write(np.ascontiguousarray(values).data)
+            if written is not None:
+                written(tensor.num_bytes)
         file.flush()
         os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""The `dlmrt` command: generate, chat, serve, show, env.
+"""The `dlmrt` command: generate, chat, serve, show, quantize, env.
 
 Data goes to stdout; notices, statistics and errors to stderr. Start-up is part of the latency that users feel, so only
 the parser and light modules are imported here; verbs import what they need when they run.
@@ -17,6 +17,7 @@ from dlmrt.cli.chat import chat
 from dlmrt.cli.environment import env
 from dlmrt.cli.generate import generate
 from dlmrt.cli.manners import guarded, print_version, run_app
+from dlmrt.cli.quantize import quantize
 from dlmrt.cli.serve import serve
 from dlmrt.cli.show import show
 
@@ -35,6 +36,8 @@ app.command("run", hidden=True, help="Alias of generate.")(generate)
 app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("show")(show)
+app.command("quantize")(quantize)
+app.command("convert", hidden=True, help="Alias of quantize.")(quantize)
 app.command("env")(env)
 app.command("doctor", hidden=True, help="Alias of env.")(env)
 

@@ -42,6 +42,7 @@ def chat(
     *,
     model: options.ModelOption = None,
     revision: options.RevisionOption = None,
+    adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print text as it is committed, without the canvas.")] = False,
     executor: options.ExecutorOption = None,
@@ -61,9 +62,11 @@ def chat(
         raise UsageError(f"two models are named, {model_argument!r} and --model {model!r}; remove one")
     name = next((given for given in (model_argument, model) if given is not None), DEFAULT_MODEL)
     config = options.decode_config(decode_file, decode)
-    here = {"executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision}
+    here: dict[str, Any] = {
+        "executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision, "adapter": adapter,
+    }  # fmt: skip
     if base_url is None:
-        loaded = load(name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision)
+        loaded = load(name, environment, **here)
     else:
         loaded = _connect(base_url, model_argument or model, environment.api_key, here)
         name = loaded.model

@@ -29,6 +29,7 @@ def generate(
     *,
     model: options.ModelOption = None,
     revision: options.RevisionOption = None,
+    adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
@@ -56,7 +57,9 @@ def generate(
         prompt = [{"role": "user", "content": text}]
         if system is not None:
             prompt.insert(0, {"role": "system", "content": system})
-    loaded = load(name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision)
+    loaded = load(
+        name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision, adapter=adapter
+    )
     view: View = SilentView() if json_output else PlainView()
     if show_canvas and canvas_is_possible():
         view = LiveView(loaded.piece, then=view)

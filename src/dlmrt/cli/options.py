@@ -29,12 +29,13 @@ from dlmrt.types import DecodeConfig
 Command = TypeVar("Command", bound=Callable[..., None])
 
 HELP = {
-    "commit_rule": "The rule: threshold, joint_threshold, joint_threshold_indel, entropy_bound or steps.",
+    "commit_rule": "The rule: threshold, joint_threshold, joint_threshold_indel, entropy_bound, steps or sub_blocks.",
     "canvas_length": "Positions denoised together, where the checkpoint allows another length than its own.",
     "threshold": "Commit a position when its confidence is above this; 0 to 1.",
     "edit_threshold": "joint_threshold changes a committed position when the new confidence is above this; 0: always.",
     "max_post_edit_steps": "Edit rounds after the last position of a block was decided.",
     "min_commit": "Positions that a step commits at the least.",
+    "sub_block_length": "sub_blocks decides so many positions of a block before any to their right.",
     "max_denoising_steps": "Denoising steps a block at the most.",
     "entropy_bound": "Cumulative entropy that one step may accept, in nats.",
     "t_min": "Temperature of entropy_bound at the last step.",
@@ -58,6 +59,9 @@ ModelOption = Annotated[
     str | None, typer.Option("--model", "--model-path", help="Model: name, folder or hub id; instead of MODEL.")
 ]
 RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a hub model.")]
+AdapterOption = Annotated[
+    Path | None, typer.Option("--adapter", help="Folder of a residual adapter that was trained on this model.")
+]
 ExecutorOption = Annotated[
     str | None, typer.Option("--executor", help="Who runs the denoising loop. [default: DLMRT_EXECUTOR or auto]")
 ]
@@ -127,10 +131,9 @@ def read_decode_file(path: Path) -> dict[str, Any]:
     """
     if path.suffix not in _PARSERS:
         raise UsageError(f"{path}: decode settings are read from .toml, .yaml or .json files; rename or convert it")
+    text = read_text(path, option="--decode-config")
     try:
-        raw = _PARSERS[path.suffix](path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"cannot read {path} ({error.strerror}); check the path of --decode-config") from error
+        raw = _PARSERS[path.suffix](text)
     except (ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path} is not valid {path.suffix[1:].upper()} ({reason}); mend the file") from error
@@ -139,10 +142,30 @@ def read_decode_file(path: Path) -> dict[str, Any]:
     return canonical_settings(raw, source=str(path))
 
 
+def read_text(path: Path, *, option: str) -> str:
+    """Text of the file that `option` names.
+
+    Raises:
+        UsageError: it cannot be read, or is no file: a pipe would be waited for, without end if nobody writes to it.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise UsageError(f"cannot read {path} (it is not a file); check the path of {option}")
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path} ({error.strerror}); check the path of {option}") from error
+    except UnicodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text; convert it first, e.g. with iconv") from error
+    except UsageError:
+        raise
+    except ValueError as error:  # a name that no file system can hold
+        raise UsageError(f"{str(path)!r} is not a file name; check the path of {option}") from error
+
+
 def _parse_yaml(text: str) -> Any:
     import yaml
 
-    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types  # type: ignore[misc]  # no types are installed
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # PyYAML ships no types
         """Refuses a key that occurs twice, of which YAML would keep the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:

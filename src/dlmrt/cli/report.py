@@ -75,5 +75,13 @@ def timings(result: GenerateResult, *, load_s: float | None = None) -> str:
     return "\n".join(f"{name:<16}{value}" for name, value in rows.items())
 
 
+def readable_bytes(count: int) -> str:
+    """A size for people, in decimal units as disks and memory are sold."""
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} bytes"
+
+
 def _rate(tokens: int, seconds: float) -> str:
     return f"{tokens / seconds:.1f} tokens/s" if seconds > 0 else "n/a"

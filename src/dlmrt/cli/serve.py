@@ -44,6 +44,9 @@ def serve(
     ] = None,
     max_queue: Annotated[int, typer.Option("--max-queue", min=0, help="Requests that may wait.")] = 32,
     request_timeout: Annotated[float, typer.Option("--request-timeout", min=0.1, help="Seconds for a request.")] = 600,
+    step_timeout: Annotated[
+        float, typer.Option("--step-timeout", min=0.1, help="Seconds after which a step that hangs ends the server.")
+    ] = 120,
     grace: Annotated[float, typer.Option("--grace", min=0, help="Seconds a running answer has left at shutdown.")] = 30,
     max_body_bytes: Annotated[int, typer.Option("--max-body-bytes", min=1024, help="Largest body.")] = 4 << 20,
     body_timeout: Annotated[float, typer.Option("--body-timeout", min=0.1, help="Seconds for a body to arrive.")] = 30,
@@ -68,6 +71,22 @@ def serve(
         str | None,
         typer.Option("--dllm-algorithm", "--dllm-unmasking-strategy", help="Commit rule by another engine's name."),
     ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option("--max-model-len", "--context-length", min=1, help="Positions of prompt and answer at the most."),
+    ] = None,
+    generation_config: Annotated[
+        str,
+        typer.Option("--generation-config", help="Folder or file to read generation_config.json from."),
+    ] = "auto",
+    quantization: Annotated[
+        str | None,
+        typer.Option("--quantization", help="Refuse a checkpoint whose declared format has another name."),
+    ] = None,
+    no_graphs: Annotated[
+        bool,
+        typer.Option("--no-graphs", "--enforce-eager", help="Accepted; no executor here captures CUDA graphs."),
+    ] = False,
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor-parallel-size", "--tp", "--tp-size", min=1, max=1, help="Only 1.")
     ] = 1,
@@ -90,35 +109,30 @@ def serve(
         raise UsageError(f"two models are named, {model_argument!r} and --model {model!r}; remove one")
     if trust_remote_code:
         notice("--trust-remote-code is never needed: no code of a checkpoint is run", quiet=quiet)
+    if no_graphs:
+        notice("--no-graphs changes nothing: no executor here captures CUDA graphs", quiet=quiet)
     name = model_argument or model or DEFAULT_MODEL
     names = served_model_name or [Path(name).resolve().name if Path(name).is_dir() else name]
     config = _decode_config(decode_file, diffusion_config, algorithm, decode)
 
     from dlmrt.serve.body import BodyLimits
-    from dlmrt.serve.load import load_engine
+    from dlmrt.serve.load import LoadConfig, load_engine
     from dlmrt.serve.run import serve as run
     from dlmrt.serve.service import ServeConfig
 
     settings = ServeConfig(
         model=names[0], aliases=tuple(names[1:]), host=host or environment.host,
         port=environment.port if port is None else port, api_key=api_key or environment.api_key, max_queue=max_queue,
-        request_timeout_s=request_timeout, grace_s=grace,
+        request_timeout_s=request_timeout, step_timeout_s=step_timeout, grace_s=grace,
         body=BodyLimits(max_bytes=max_body_bytes, timeout_s=body_timeout), root_path=_root_path(root_path),
         cors_origins=tuple(cors_origin or ()), ignore_unknown_fields=ignore_unknown_fields, decode=config,
     )  # fmt: skip
-    raise typer.Exit(
-        run(
-            settings,
-            lambda: load_engine(
-                name,
-                executor=executor or environment.executor,
-                dtype=dtype or environment.dtype,
-                num_threads=num_threads or environment.num_threads,
-                revision=revision,
-                fault=environment.fault,
-            ),
-        )
-    )
+    source = LoadConfig(
+        model=name, revision=revision, executor=executor or environment.executor, dtype=dtype or environment.dtype,
+        num_threads=num_threads or environment.num_threads, max_model_len=max_model_len,
+        generation_config=generation_config, quantization=quantization, fault=environment.fault,
+    )  # fmt: skip
+    raise typer.Exit(run(settings, lambda: load_engine(source)))
 
 
 def _decode_config(

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,7 @@ def load(
     dtype: str | None,
     num_threads: int | None,
     revision: str | None,
+    adapter: Path | None = None,
 ) -> Loaded:
     """Load `model`; options that are None come from the environment."""
     started = time.perf_counter()
@@ -74,6 +76,7 @@ def load(
         dtype=dtype or environment.dtype,
         num_threads=num_threads or environment.num_threads,
         revision=revision,
+        adapter=adapter,
     )
     return Loaded(engine=engine, model=model, load_s=time.perf_counter() - started)
 

@@ -23,16 +23,15 @@ import numpy.typing as npt
 from dlmrt.checkpoint.load import Checkpoint
 from dlmrt.cpu import _native
 from dlmrt.cpu.programs import NativeProgram, ProgramStore
-from dlmrt.cpu.weights import Params, kept_formats, params_of
+from dlmrt.cpu.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
-from dlmrt.models import qwen3
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Bool, Float32, Int32
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "SDARForCausalLM")  # whose operations have kernels
 MAX_ROWS = 512  # of one forward that extends the context
 
 FORMATS = {
@@ -64,12 +63,14 @@ class CpuDenoiser:
         self.diffusion = _diffusion(config)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
-        self.has_residual = qwen3.has_residual(config)
+        self.has_residual = family_of(config).has_residual(config)
         self._formats = formats or FORMATS[dtype]
         self._store = ProgramStore(config, params, num_threads=_num_threads(num_threads), isa=isa)
         self._length = 0
+        self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is packed now.
         self._store.reserve(1, 0)
+        self._extension()
         self._canvas(self.diffusion.canvas_length)
         if self.has_residual:
             self._soft(self.diffusion.canvas_length)
@@ -77,7 +78,12 @@ class CpuDenoiser:
 
     def reset(self) -> None:
         """Forget the committed context."""
-        self._length = 0
+        self._length = self._grid = 0
+
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""
+        self.reset()
+        self._store.assign(params)
 
     @property
     def context_length(self) -> int:
@@ -105,19 +111,20 @@ class CpuDenoiser:
         """
         if not len(ids_S):
             return
+        block = self.diffusion.canvas_length
+        if not self._length and self.diffusion.block_anchor == "prompt_end":
+            self._grid = len(ids_S) % block
         self._check_boundary(self._length)
         self._reserve(ids_S)
-        block = self.diffusion.canvas_length
-        chunk = max(MAX_ROWS // block * block, block)
-        program = self._store.get(
-            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=chunk)
-        )
+        chunk, program = self._max_rows, self._extension()
         is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
-        end = self._length + len(ids_S)
-        for begin in range(0, len(ids_S), chunk):
-            ids = ids_S[begin : begin + chunk]
-            positions = np.arange(self._length, self._length + len(ids), dtype=np.int32)
-            visible = positions + 1 if is_causal else np.minimum((positions // block + 1) * block, end)
+        # The first chunk ends where a block does, as all later ones then do.
+        first = chunk - block + self._grid if self._grid and not self._length and not is_causal else chunk
+        for ids in np.split(ids_S, list(range(first, len(ids_S), chunk))):
+            end = self._length + len(ids)
+            positions = np.arange(self._length, end, dtype=np.int32)
+            blocks = (positions - self._grid) // block + 1
+            visible = positions + 1 if is_causal else np.minimum(blocks * block + self._grid, end)
             _fill(program, ids=ids, positions=positions, visible=visible)
             program.set(rows=len(ids))
             program.runner.run()
@@ -132,7 +139,8 @@ class CpuDenoiser:
             where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
 
         Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
         """
         start, length = self._length, len(canvas_L)
         self._check_shift(start)
@@ -193,6 +201,18 @@ class CpuDenoiser:
         _fill(program, **{name: values for name, values in arrays.items() if name in program.states})
         return LoopRun(program)
 
+    @property
+    def _max_rows(self) -> int:
+        """Rows of one forward that extends the context: whole blocks."""
+        block = self.diffusion.canvas_length
+        return max(MAX_ROWS // block * block, block)
+
+    def _extension(self) -> NativeProgram:
+        rows = self._max_rows
+        return self._store.get(
+            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+        )
+
     def _canvas(self, length: int) -> NativeProgram:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
@@ -215,14 +235,14 @@ class CpuDenoiser:
             raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
 
     def _check_shift(self, num_committed: int) -> None:
-        if self.diffusion.logit_shift and not num_committed:
+        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )
 
     def _check_boundary(self, length: int) -> None:
         block = self.diffusion.canvas_length
-        if self.diffusion.context_attention == "block_causal" and length % block:
+        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
             raise UsageError(
                 f"the committed context would end at {length}, inside a block of {block} positions that see each "
                 "other; commit and truncate whole blocks"
@@ -291,24 +311,16 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     if dtype == "auto":
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CpuDenoiser(
-        params_of(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
+        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
         isa=Environment.read().cpu_isa, formats=replace(FORMATS[dtype], named=kept),
     )  # fmt: skip
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:
-    if config.architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"the cpu executor has no kernels for {config.architecture} yet; use executor 'eager'"
-        )
     if config.diffusion is None:
         raise UsageError(
             f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
             "section to config.json"
-        )
-    if config.diffusion.context_attention == "block_causal" and config.diffusion.block_anchor == "prompt_end":
-        raise UnsupportedModelError(
-            "the cpu executor has no block-causal attention on a grid from the prompt's end; use executor 'eager'"
         )
     return config.diffusion
 

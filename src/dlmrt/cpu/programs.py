@@ -16,12 +16,13 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.cpu import _native
-from dlmrt.cpu.lower import DTYPES, PAGE_SIZE, Lowered, group_of, lower
+from dlmrt.cpu.lower import Lowered, lower
 from dlmrt.cpu.memory import Bytes, address, aligned, array_of, check_fits, rope_tables
-from dlmrt.cpu.weights import Param, Params, Quantized
+from dlmrt.cpu.parts import DTYPES, PAGE_SIZE, group_of, rope_name, ropes
+from dlmrt.cpu.weights import Matrix, Param, Params, Quantized, Stacked
 from dlmrt.errors import DeviceError
 from dlmrt.models.config import ModelConfig
-from dlmrt.models.qwen3 import EMBEDDING, HEAD
+from dlmrt.models.families import family_of
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import record_types
 from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, maximum
@@ -69,8 +70,9 @@ class ProgramStore:
         self._params: Params | None = params
         self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}
+        self._origins: dict[tuple[str, str, str], tuple[Buffer, ...]] = {}  # tensors that a weight was made of
         self._context: dict[str, Bytes] = {}
-        self._rope: tuple[Bytes, Bytes] = (aligned(0), aligned(0))
+        self._ropes: dict[str, Bytes] = {}
         self._arena = aligned(0)
         self._programs: dict[Hashable, NativeProgram] = {}
 
@@ -92,6 +94,15 @@ class ProgramStore:
         """Weights are packed: forget where they came from."""
         self._params = None
 
+    def assign(self, params: Params) -> None:
+        """Write other values of the same shapes into the weights that bound programs point to; none may be running."""
+        self._params = params
+        for key, weight in self._packed.items():
+            self._fill_packed(weight, self._origins[key])
+        for key, memory in self._tables.items():
+            self._fill(memory, *self._origins[key])
+        self.release_params()
+
     def reserve(self, positions: int, kept: int) -> None:
         """Make room for `positions` in the context, keeping the first `kept`."""
         if positions <= self.capacity:
@@ -100,7 +111,9 @@ class ProgramStore:
         wanted = max(positions, min(limit, max(1024, 1 << (positions - 1).bit_length())))
         self.capacity = -(-wanted // PAGE_SIZE) * PAGE_SIZE
         self._programs.clear()
-        self._rope = rope_tables(self.config.rope, self.config.head_dim, self.capacity)
+        for index, (rope, head_dim) in enumerate(ropes(self.config)):
+            tables = rope_tables(rope, head_dim, self.capacity)
+            self._ropes |= {rope_name(index, which): table for which, table in zip(("cos", "sin"), tables, strict=True)}
         if not kept:
             self._context.clear()
 
@@ -119,6 +132,7 @@ class ProgramStore:
         for buffer in lowered.program.buffers():
             if buffer.kind != "weight" or self._has(buffer):
                 continue
+            self._origins[_key(buffer)] = lowered.sources.get(buffer, (buffer,))
             if buffer in lowered.sources:
                 self._packed[_key(buffer)] = self._pack(buffer, lowered.sources[buffer])
             else:
@@ -126,30 +140,42 @@ class ProgramStore:
 
     def _has(self, buffer: Buffer) -> bool:
         key = _key(buffer)
-        return key in self._packed or key in self._tables or buffer.name in ("rope.cos", "rope.sin")
+        return key in self._packed or key in self._tables or buffer.name in self._ropes
 
     def _param(self, name: str) -> Param:
         assert self._params is not None, f"{name} is asked for after the weights were packed"
-        is_tied = name == HEAD and self.config.tie_word_embeddings
-        return self._params[EMBEDDING if is_tied else name]
+        family = family_of(self.config)
+        is_tied = name == family.HEAD and self.config.tie_word_embeddings
+        return self._params[family.EMBEDDING if is_tied else name]
 
     def _pack(self, buffer: Buffer, tensors: tuple[Buffer, ...]) -> _native.PackedWeight:
-        params = [_contiguous(self._param(tensor.name)) for tensor in tensors]
-        sources = [_source(param) for param in params]
-        n, k = map(maximum, buffer.shape)
-        return _native.pack_weight(self._pool, sources, DTYPES[buffer.dtype], group_of(buffer.dtype), n, k)
+        *stack, n, k = map(maximum, buffer.shape)
+        weight = _native.empty_weight(DTYPES[buffer.dtype], group_of(buffer.dtype), n, k, *stack or (1,))
+        self._fill_packed(weight, tensors)
+        return weight
+
+    def _fill_packed(self, weight: _native.PackedWeight, tensors: tuple[Buffer, ...]) -> None:
+        """Experts are read one after the other, so that no more than one is in memory beside the packed ones."""
+        params = [self._param(tensor.name) for tensor in tensors]
+        *stack, _, _ = map(maximum, tensors[0].shape)
+        for index in range(*stack or (1,)):
+            matrices = [_contiguous(_matrix(param, index, bool(stack))) for param in params]
+            _native.fill_weight(weight, self._pool, index, [_source(matrix) for matrix in matrices])
 
     def _copy(self, buffer: Buffer) -> Bytes:
         """A tensor kept in rows: norms and the embedding table."""
-        values = self._param(buffer.name)
-        assert not isinstance(values, Quantized), f"{buffer.name} is read by rows"
         memory = aligned(buffer.num_bytes)
+        self._fill(memory, buffer)
+        return memory
+
+    def _fill(self, memory: Bytes, buffer: Buffer) -> None:
+        values = self._param(buffer.name)
+        assert isinstance(values, np.ndarray), f"{buffer.name} is read by rows"
         if buffer.dtype == "bfloat16":
             bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
             memory.view(np.uint16)[:] = bits.reshape(-1)
         else:
             memory.view(np.float32)[:] = to_float32(values).reshape(-1)
-        return memory
 
     def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
         program = lowered.program
@@ -158,7 +184,7 @@ class ProgramStore:
         states: dict[str, npt.NDArray[np.generic]] = {}
         scalars: dict[str, npt.NDArray[np.generic]] = {}
         places: dict[Buffer, Place] = {}
-        kept: list[object] = [self._arena, self._rope]
+        kept: list[object] = [self._arena, dict(self._ropes)]
         for buffer in program.buffers():
             if buffer.kind == "weight":
                 places[buffer] = self._place_of_weight(buffer)
@@ -193,8 +219,8 @@ class ProgramStore:
         return memory
 
     def _place_of_weight(self, buffer: Buffer) -> int | _native.PackedWeight:
-        if buffer.name in ("rope.cos", "rope.sin"):
-            return address(self._rope[buffer.name == "rope.sin"])
+        if buffer.name in self._ropes:
+            return address(self._ropes[buffer.name])
         key = _key(buffer)
         return self._packed[key] if key in self._packed else address(self._tables[key])
 
@@ -228,11 +254,17 @@ def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _contiguous(param: Param) -> Param:
+def _matrix(param: Param, index: int, is_stacked: bool) -> Matrix:
+    if isinstance(param, Stacked):
+        return param[index]
+    return param[index] if is_stacked and not isinstance(param, Quantized) else param
+
+
+def _contiguous(param: Matrix) -> Matrix:
     return param if isinstance(param, Quantized) else np.ascontiguousarray(param)
 
 
-def _source(param: Param) -> _native.Source:
+def _source(param: Matrix) -> _native.Source:
     """What the packer is told about one tensor; the caller keeps the arrays alive."""
     if not isinstance(param, Quantized):
         dtype = "bfloat16" if param.dtype == np.uint16 else "float32"

@@ -1,15 +1,16 @@
-"""Weights of a checkpoint as the native packer takes them: mapped from the file where it can, quantised ones as stored.
+"""Weights of a checkpoint as the native packer takes them: read when it asks for one, quantised ones as stored.
 
 A matrix that the file holds in NVFP4 or INT8 keeps its codes and scales: nothing is dequantised and quantised again.
 Formats without a kernel (FP8, INT4 with zero points), and matrices that are to be fused with one of another format, are
-dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores.
+dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores. Experts are
+read one at a time.
 
 Source: ours; formats as in dlmrt.checkpoint.formats, layouts in csrc/kernels/pack.hpp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,43 +38,68 @@ class Quantized:
     multiplier: float = 1.0  # nvfp4: scale of the whole matrix
 
 
-Param = npt.NDArray[np.generic] | Quantized  # an array is float32, or uint16 with the bits of bfloat16
+Matrix = npt.NDArray[np.generic] | Quantized  # an array is float32, or uint16 with the bits of bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """The matrices of all experts, each read when it is asked for."""
+
+    weight: ModelWeight
+    is_kept: bool  # in codes
+
+    def __getitem__(self, index: int) -> Matrix:
+        return _quantized(self.weight.pieces[index].weight) if self.is_kept else _floats(self.weight.item(index))
+
+
+Param = Matrix | Stacked
 Params = Mapping[str, Param]
 
 
 def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
     """Name -> format of the matrices that can stay as they are stored."""
-    formats = {name: stored.format for name, weight in weights.items() if (stored := _whole(weight)) is not None}
-    kept: dict[str, str] = {name: kind for name, kind in formats.items() if kind in KEPT}
-    for name in list(kept):
-        if any(kept.get(other) != kept[name] for other in _fused_with(name)):
-            del kept[name]
-    return kept
+    formats = {name: kind for name, weight in weights.items() if (kind := _format(weight)) in KEPT}
+    return {
+        name: kind for name, kind in formats.items()
+        if all(formats.get(other) == kind for other in _fused_with(name) if other in weights)
+    }  # fmt: skip
 
 
-def params_of(weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> dict[str, Param]:
-    """Every tensor, those of `kept` in codes.
+class FileParams(Mapping[str, Param]):
+    """Every tensor of a checkpoint, those of `kept` in codes; read anew at each access and held by nobody.
 
-    Raises:
-        CheckpointError: a block scale is NaN or negative.
+    An access raises CheckpointError when a block scale is NaN or negative, or the file was changed.
     """
-    params: dict[str, Param] = {}
-    for name, weight in weights.items():
-        stored = _whole(weight)
-        params[name] = _quantized(stored) if name in kept and stored is not None else _floats(weight.stored())
-    return params
+
+    def __init__(self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> None:
+        self._weights, self._kept = weights, kept
+
+    def __getitem__(self, name: str) -> Param:
+        weight, is_kept = self._weights[name], name in self._kept
+        if len(weight.shape) > 2:
+            return Stacked(weight=weight, is_kept=is_kept)
+        return _quantized(weight.pieces[0].weight) if is_kept else _floats(weight.stored())
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
 
 
-def _whole(weight: ModelWeight) -> StoredWeight | None:
-    """The one stored matrix that is the tensor, if it is made of one."""
-    piece = weight.pieces[0]
-    return piece.weight if len(weight.pieces) == 1 and piece.index is None and piece.part is None else None
+def _format(weight: ModelWeight) -> str | None:
+    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
+    pieces = weight.pieces
+    formats = {piece.weight.format for piece in pieces}
+    is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
+    return formats.pop() if is_whole and len(formats) == 1 else None
 
 
 def _fused_with(name: str) -> list[str]:
     """Names of the matrices that are multiplied together with `name`, itself included."""
-    module, _, last = name.removesuffix(".weight").rpartition(".")
-    return [f"{module}.{other}.weight" for group in _FUSED if last in group for other in group]
+    stem = name.removesuffix(".weight")
+    module, _, last = stem.rpartition(".")
+    return [f"{module}.{other}{name[len(stem) :]}" for group in _FUSED if last in group for other in group]
 
 
 def _floats(tensor: StoredTensor) -> npt.NDArray[np.generic]:
@@ -88,14 +114,12 @@ def _quantized(stored: StoredWeight) -> Quantized:
         return Quantized(
             format="int8", shape=(rows, columns), codes=parts["weight"], row_scales=np.ascontiguousarray(scales[:, 0])
         )
-    is_divisor = stored.dialect == "compressed-tensors"
-    shared = np.float32(parts["weight_global_scale" if is_divisor else "weight_scale_2"].reshape(()))
     block_scales = np.ascontiguousarray(parts["weight_scale"])
     if (block_scales > 0x7E).any():
         path = stored.parts["weight_scale"].path
         raise CheckpointError(f"{path}: {stored.name} has a block scale that is NaN or negative; download it again")
-    codes = parts["weight_packed" if is_divisor else "weight"]
+    codes = parts["weight_packed" if "weight_packed" in parts else "weight"]
     return Quantized(
         format="nvfp4", shape=(rows, columns), codes=np.ascontiguousarray(codes), block_scales=block_scales,
-        multiplier=float(np.float32(1) / shared if is_divisor else shared),
+        multiplier=float(stored.nvfp4_multiplier()),
     )  # fmt: skip

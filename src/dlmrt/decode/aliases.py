@@ -27,6 +27,7 @@ ALIASES = {
     "edit_threshold": ("editing_threshold",),
     "max_post_edit_steps": ("max_post_steps",),
     "min_commit": ("num_to_transfer", "minimal_topk"),
+    "sub_block_length": ("small_block_size", "sub_block_size"),
     "max_denoising_steps": (
         "steps",
         "denoising_steps",

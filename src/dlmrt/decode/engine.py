@@ -14,7 +14,7 @@ import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -22,11 +22,12 @@ from typing import Any, Self, cast
 
 import numpy as np
 
+from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
 from dlmrt.cuda.device import num_devices
 from dlmrt.decode.answer import Reply, Trace
-from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, prefill
+from dlmrt.decode.loop import BlockEvent, Event, LoopRequest, StepEvent, prefill
 from dlmrt.decode.native import run_loop
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
@@ -45,6 +46,7 @@ from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.models.typed import shown
 from dlmrt.types import (
+    Assignable,
     CanvasEvent,
     DecodeConfig,
     Denoiser,
@@ -149,7 +151,7 @@ class Engine:
     @classmethod
     def load(
         cls, name_or_path: str | Path, *, executor: str = "auto", dtype: str = "auto", num_threads: int | None = None,
-        revision: str | None = None,
+        revision: str | None = None, adapter: str | Path | None = None,
     ) -> Engine:  # fmt: skip
         """Load a model by embedded name, folder or hub id.
 
@@ -158,8 +160,11 @@ class Engine:
             dtype: "auto" for the checkpoint's own.
             num_threads: CPU threads; None leaves the executor's default.
             revision: branch, tag or commit of a hub repository.
+            adapter: folder of a residual adapter that was trained on this model (`dlmrt.checkpoint.adapter`).
         """
         checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
+        if adapter is not None:
+            checkpoint = with_adapter(checkpoint, open_adapter(Path(adapter)))
         codec = TextCodec.from_folder(checkpoint.folder)
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
         return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
@@ -202,13 +207,29 @@ class Engine:
         if running is not None:
             running.set()
 
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Replace the weights by float32 tensors of the same names and shapes, in place; waits for a running request.
+
+        Raises:
+            UsageError: the executor cannot, or a name or shape differs from the model's.
+        """
+        shapes = family_of(self.config).tensor_shapes(self.config)
+        for name in (*shapes, *params):
+            if name not in params or name not in shapes or params[name].shape != shapes[name]:
+                raise UsageError(f"tensor {name} is missing, extra or of another shape; pass every tensor of the model")
+        with self._slot():
+            denoiser = self._open_denoiser()
+            if not isinstance(denoiser, Assignable):
+                raise UsageError(f"executor {denoiser.name!r} cannot take other weights; use 'cpu' or 'eager'")
+            denoiser.assign(params)
+
     def settings(self, config: DecodeConfig | None = None, **overrides: Any) -> ResolvedDecode:
         """The settings that a request with `config` and `overrides` would run with."""
         return resolve(with_overrides(config, overrides), self.config, self._defaults)
 
     def generate(
         self, prompt: Prompt, config: DecodeConfig | None = None, *, record: bool = False,
-        cancel: threading.Event | None = None, **overrides: Any,
+        cancel: threading.Event | None = None, observe: Callable[[Event], None] | None = None, **overrides: Any,
     ) -> GenerateResult:  # fmt: skip
         """Answer one prompt.
 
@@ -216,6 +237,7 @@ class Engine:
             prompt: text to be continued as it is, token ids, or messages for the chat template.
             record: keep every state and whole blocks in `GenerateResult.record`.
             cancel: set it from another thread to end this request.
+            observe: gets every event of the loop, states with the residual they consumed; arrays are its to keep.
             overrides: fields of DecodeConfig, on top of `config`.
 
         Raises:
@@ -223,13 +245,14 @@ class Engine:
             ContextLengthError: prompt and max_tokens do not fit the context.
             NonFiniteError: the model produced NaN or infinite values.
         """
-        *_, result = self.stream(prompt, config, record=record, cancel=cancel, **overrides)
+        *_, result = self.stream(prompt, config, record=record, cancel=cancel, observe=observe, **overrides)
         assert isinstance(result, GenerateResult)
         return result
 
     def stream(
         self, prompt: Prompt, config: DecodeConfig | None = None, *, canvas: bool = False, tokens: bool = False,
-        num_top_logprobs: int = 0, record: bool = False, cancel: threading.Event | None = None, **overrides: Any,
+        num_top_logprobs: int = 0, record: bool = False, cancel: threading.Event | None = None,
+        observe: Callable[[Event], None] | None = None, **overrides: Any,
     ) -> Iterator[StreamEvent]:  # fmt: skip
         """As `generate`, event by event; the result is the last item and its text equals the joined TextEvents.
 
@@ -255,7 +278,7 @@ class Engine:
             with_probs=tokens and num_top_logprobs > 0,
         )  # fmt: skip
         token_trace = TokenTrace(num_top_logprobs) if tokens else None
-        return self._run(request, reply, token_trace, canvas=canvas, record=record)
+        return self._run(request, reply, token_trace, canvas=canvas, record=record, observe=observe)
 
     def logits(self, context_ids: Sequence[int], canvas_ids: Sequence[int], residual: Float32 | None = None) -> Float32:
         """Logits float32 [L, V] of one canvas behind a committed context, as the loop would see them.
@@ -358,17 +381,20 @@ class Engine:
         )
 
     def _run(
-        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool
-    ) -> Iterator[StreamEvent]:
+        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool,
+        observe: Callable[[Event], None] | None,
+    ) -> Iterator[StreamEvent]:  # fmt: skip
         with self._slot():
             denoiser = self._open_denoiser()
             self._running = request.cancel
             trace = Trace(request)
-            loop = run_loop(denoiser, request, wants_steps=canvas, keeps_residual=record)
+            loop = run_loop(denoiser, request, wants_steps=canvas, keeps_residual=record or observe is not None)
             try:
                 for event in loop:
                     self._holder = threading.get_ident()
                     trace.add(event, record=record)
+                    if observe is not None:
+                        observe(event)
                     if canvas and isinstance(event, StepEvent):
                         yield self._canvas_event(event)
                     if token_trace is not None and isinstance(event, StepEvent):

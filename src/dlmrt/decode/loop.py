@@ -3,7 +3,8 @@
 One generator over a `Denoiser`. Its steps are numbered in comments, other code cites the numbers:
 
      1  prefill         the whole prompt, or with block_anchor "position_zero" its whole blocks; each token once
-     2  start canvas    the prompt's partial block pinned (by length, never by id), noise elsewhere, residual 0
+     2  start canvas    the prompt's partial block pinned (by length, never by id), noise elsewhere, residual 0; rule
+                        `sub_blocks` behind shifted logits: slot 0 takes the argmax of the last committed row
      3  cancel?         checked before every forward
      4  forward         canvas and residual behind the committed context -> logits
      5  predict         ban, temper, filter, draw; confidence and entropy (decode.sampling)
@@ -167,6 +168,8 @@ class Block:
         has_residual = denoiser.has_residual and settings.use_residual
         is_local = self.request.diffusion.residual.where == "masked"
         with_probs = has_residual or self.request.with_probs or settings.edit_ids is not None
+        if self._begins_decided():
+            self._decide_first_slot()
         while not self.state.is_done and self.end_reason is None:
             # 3. Cancel?
             if self.request.cancel.is_set():
@@ -205,6 +208,20 @@ class Block:
                 ),
                 after=self.state, prediction=prediction, num_settled=self.num_before + len(self.answer),
             )  # fmt: skip
+
+    def _begins_decided(self) -> bool:
+        """Whether slot 0 is decided before the first step; nothing would be left to denoise in a block of one slot."""
+        is_shifted = self.settings.commit_rule == "sub_blocks" and bool(self.request.diffusion.logit_shift)
+        return is_shifted and not self.num_pinned and len(self.state.canvas_L) > 1
+
+    def _decide_first_slot(self) -> None:
+        """Step 2 behind shifted logits: the row that predicts slot 0 is final already, so this costs no forward."""
+        canvas_L, is_open_L = self.state.canvas_L.copy(), self.state.is_open_L.copy()
+        logits_LV = self.denoiser.forward(canvas_L[:1], None, None)
+        sampling = self._sampling(self.settings.step_temperature(0))
+        canvas_L[0] = predict(logits_LV, sampling, self.request.banned, block=self.block_idx, step=0).argmax_L[0]
+        is_open_L[0] = False
+        self.state = replace(self.state, canvas_L=canvas_L, is_open_L=is_open_L)
 
     def credited_forwards(self) -> tuple[ForwardRecord, ...]:
         """The block's denoising forwards with the visible tokens that each one finalised."""

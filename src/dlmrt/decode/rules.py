@@ -13,6 +13,8 @@ flat logits cannot spin; pinned slots (the prompt's part of a block) are never o
                      the bound hold the prediction, all others noise, nothing is sticky; ends when the argmax canvas
                      repeats and the mean entropy is below stop_entropy, and leaves the argmax canvas
     steps            a fixed number each step: canvas_length // steps, one more in the first canvas_length % steps
+    sub_blocks       threshold within runs of sub_block_length slots, one run after the other. Behind shifted logits the
+                     loop has decided slot 0 before the first step (`decode.loop`, step 2)
 
 Ties go to the lower slot. All rules work for mask and uniform noise: what an open slot contains is the loop's business.
 Edits follow the argmax, never a draw: at temperature > 0 draws would differ from decided ids for ever.
@@ -20,7 +22,8 @@ Edits follow the argmax, never a draw: at temperature > 0 draws would differ fro
 Legend: L canvas slots.
 
 Source: joint_threshold: LLaDA2.1 `generate` (ZHZisZZ/dllm ca17675), steps 2-6; entropy_bound: transformers 5.24.0
-models/diffusion_gemma and arXiv 2505.24857; threshold and steps: JetAstra/SDAR c2041a8 generate.py.
+models/diffusion_gemma and arXiv 2505.24857; threshold and steps: JetAstra/SDAR c2041a8 generate.py; sub_blocks:
+Fast-dLLM v2 (arXiv 2509.26328) without its cache of unfinished blocks, which is not exact.
 """
 
 from __future__ import annotations
@@ -190,6 +193,24 @@ def quota_step(settings: ResolvedDecode, state: BlockState, prediction: Predicti
     )  # fmt: skip
 
 
+def sub_blocks_step(settings: ResolvedDecode, state: BlockState, prediction: Prediction) -> BlockState:
+    """Rule `sub_blocks`. Some slot is open: a block of one slot is not begun by the loop."""
+    is_last = state.step + 1 >= settings.max_denoising_steps
+    run_L = np.arange(len(state.canvas_L)) // settings.sub_block_length
+    in_turn_L = state.is_open_L & (run_L == run_L[state.is_open_L.argmax()])
+    chosen_L = state.is_open_L if is_last else above_threshold(
+        prediction.confidence_L, in_turn_L, threshold=settings.threshold, min_commit=settings.min_commit
+    )  # fmt: skip
+    # What the loop decided before the first step counts as this step's, whose row 0 says the same.
+    given_L = ~state.is_open_L & ~state.is_pinned_L & (state.step == 0)
+    canvas_L = np.where(chosen_L, prediction.token_L, state.canvas_L)
+    is_open_L = state.is_open_L & ~chosen_L
+    return replace(
+        state, canvas_L=canvas_L, answer_L=canvas_L, is_open_L=is_open_L, committed_L=chosen_L | given_L,
+        changed_L=chosen_L | given_L, step=state.step + 1, is_done=not is_open_L.any(),
+    )  # fmt: skip
+
+
 def entropy_bound_step(settings: ResolvedDecode, state: BlockState, prediction: Prediction) -> BlockState:
     """Rule `entropy_bound`. Stability k means k further equal argmax canvases, so 1 needs two equal ones in a row."""
     free_L = ~state.is_pinned_L
@@ -220,6 +241,7 @@ RULES: dict[str, Rule] = {
     "joint_threshold_indel": indel_step,
     "entropy_bound": entropy_bound_step,
     "steps": quota_step,
+    "sub_blocks": sub_blocks_step,
 }
 
 

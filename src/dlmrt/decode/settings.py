@@ -13,7 +13,8 @@ are `DecodeConfig`'s and where an unknown key is an error.
 Left out: aliases of other engines' option names; the command line and the server translate them before they get here.
 
 Source: ours; upstream keys from transformers 5.24.0 models/diffusion_gemma and JetAstra/SDAR c2041a8; built-in numbers
-are LLaDA2.1's `generate` (joint_threshold) and DiffusionGemma's generation_config.json (entropy_bound).
+are LLaDA2.1's `generate` (joint_threshold), DiffusionGemma's generation_config.json (entropy_bound) and Fast-dLLM v2's
+model card (sub_blocks).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ RULE_FIELDS: dict[str, tuple[str, ...]] = {
         "entropy_bound", "t_min", "t_max", "stop_entropy", "stability_threshold", "max_denoising_steps",
     ),
     "steps": ("max_denoising_steps",),
+    "sub_blocks": ("threshold", "sub_block_length", "min_commit", "max_denoising_steps"),
 }  # fmt: skip
 
 _BUILT_IN: dict[str, dict[str, Any]] = {
@@ -51,7 +53,9 @@ _BUILT_IN: dict[str, dict[str, Any]] = {
         "max_denoising_steps": 48, "temperature": 1.0,
     },
     "steps": {},
+    "sub_blocks": {"threshold": 0.9},
 }  # fmt: skip
+_SUB_BLOCK = 8  # of rule sub_blocks, where the canvas is not shorter
 _COMMON: dict[str, Any] = {
     "min_commit": 1, "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 1024,
 }  # fmt: skip
@@ -63,6 +67,7 @@ _INTEGERS: dict[str, tuple[int, int]] = {
     "canvas_length": (1, 1 << 24),  # the slot field of the random counter has 24 bits
     "max_post_edit_steps": (0, 1 << 16),
     "min_commit": (1, 1 << 24),
+    "sub_block_length": (1, 1 << 24),
     "max_denoising_steps": (1, 1 << 24),
     "stability_threshold": (0, 1 << 16),
     "top_k": (0, 1 << 31),
@@ -97,6 +102,7 @@ class ResolvedDecode:
     edit_threshold: float | None = None  # None: no edits
     max_post_edit_steps: int = 0
     min_commit: int = 1
+    sub_block_length: int = 0
     entropy_bound: float = 0.0
     t_min: float = 1.0
     t_max: float = 1.0
@@ -294,6 +300,12 @@ def _finish_steps(values: dict[str, Any], rule: str, asked: Mapping[str, Any]) -
     length = values["canvas_length"]
     if values["min_commit"] > length:
         raise UsageError(f"min_commit is {values['min_commit']}; it must be within [1, {length}], the canvas length")
+    if rule == "sub_blocks":
+        values.setdefault("sub_block_length", min(_SUB_BLOCK, length))
+        if values["sub_block_length"] > length:
+            raise UsageError(
+                f"sub_block_length is {values['sub_block_length']}; it must be within [1, {length}], the canvas length"
+            )
     last = rule == "joint_threshold_indel"  # the step that cleans up
     values.setdefault("max_denoising_steps", length + values.get("max_post_edit_steps", 0) + last)
     if rule == "steps" and values["max_denoising_steps"] > length:

@@ -65,6 +65,13 @@ class EagerDenoiser:
         self._grid = 0  # where a block starts, modulo its length
         self._hidden = self._table.new_empty(1, 0, self.config.hidden_size)  # [1, C, D], kept only for logit_shift
 
+    @torch.inference_mode()
+    def assign(self, params: Mapping[str, Float32]) -> None:
+        """Take other weights of the same shapes, in place, and forget the committed context."""
+        self.reset()
+        for name, values in params.items():
+            self._params[name].copy_(torch.from_numpy(values))
+
     @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""
@@ -116,18 +123,24 @@ class EagerDenoiser:
             where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
 
         Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
         """
         z, where = self._residual(canvas_L, residual_LD, where_L)
         start, length = self.context_length, len(canvas_L)
         visible = self._per_layer(lambda window: canvas_visible(self.diffusion, start, length, window=window))
-        if self.diffusion.logit_shift and not start:
+        if self.diffusion.logit_shift and not start and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )
-        hidden = self._run(canvas_L, visible, is_context=False, z=z, where=where)
-        if self.diffusion.logit_shift:
-            hidden = torch.cat((self._hidden[:, -1:], hidden[:, :-1]), dim=1)
+        if self.diffusion.logit_shift and start and length == 1:
+            hidden = self._hidden[:, -1:]  # next-token prediction: the only row is a committed one
+        else:
+            hidden = self._run(canvas_L, visible, is_context=False, z=z, where=where)
+            if self.diffusion.logit_shift:
+                # Slot 0 of the whole sequence has no row before it. It is the prompt's, so what it reads is not used.
+                first = self._hidden[:, -1:] if start else hidden[:, :1]
+                hidden = torch.cat((first, hidden[:, :-1]), dim=1)
         return _numpy(self._family.head(_OPS, self._params, self.config, hidden)[0])
 
     @torch.inference_mode()

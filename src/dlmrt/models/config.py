@@ -19,7 +19,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from dlmrt.errors import CheckpointError, UnsupportedModelError
 from dlmrt.models.typed import build, check_types, checked, section_of, shown
-from dlmrt.models.upstream import READERS, need
+from dlmrt.models.upstream import MOST_LAYERS, READERS, need
 
 Noise = Literal["mask", "uniform"]
 InBlockAttention = Literal["bidirectional", "causal"]
@@ -142,6 +142,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     sliding: SlidingConfig | None = None  # None: every layer sees everything
     logit_softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    has_qkv_bias: bool = False  # Qwen2: q, k and v have biases, q and k no norm
 
     def attention(self, layer_idx: int) -> LayerAttention:
         """Heads, rotary embedding and window of one layer."""
@@ -162,7 +163,6 @@ class ModelConfig:
 
 
 DTYPES = ("float32", "bfloat16", "float16")  # that a checkpoint may declare
-_MOST_LAYERS = 10_000  # the config is walked layer by layer before the weights are looked at
 # Keys that each kind of rope reads; a key of another kind, or one that nobody reads, would be ignored.
 _ROPE_KEYS: dict[str, set[str]] = {
     "default": {"partial_rotary_factor"},
@@ -178,8 +178,7 @@ _ROPE_KEYS: dict[str, set[str]] = {
 }  # fmt: skip
 
 # Recognised so that the refusal can say more than "unknown".
-_NOT_YET = ("LLaDAModelLM", "DreamModel", "NemotronLabsDiffusionModel", "SDARMoeForCausalLM",
-            "Fast_dLLM_QwenForCausalLM")  # fmt: skip
+_NOT_YET = ("LLaDAModelLM", "DreamModel", "NemotronLabsDiffusionModel", "SDARMoeForCausalLM")
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -250,7 +249,10 @@ def _parse(raw: Mapping[str, Any], source: str) -> ModelConfig:
     if architecture not in READERS:
         known = ", ".join(sorted(READERS))
         seen = "is recognised but not supported yet" if architecture in _NOT_YET else "is not a known architecture"
-        raise UnsupportedModelError(f"{source}: {architecture} {seen}; supported: {known}")
+        raise UnsupportedModelError(
+            f"{source}: {architecture} {seen}; supported: {known}. A conversion of Qwen3 under another name "
+            "(QwenDLM) can be read as Qwen3ForCausalLM with a 'diffusion' section"
+        )
     canonical, builtin = READERS[architecture](raw, source)
     return _build(canonical, builtin, source)
 
@@ -264,7 +266,9 @@ _NEEDED = (
     "hidden_size", "intermediate_size", "num_layers", "num_heads", "vocab_size", "max_position_embeddings",
     "rms_norm_eps",
 )  # fmt: skip
-_OPTIONAL = ("num_kv_heads", "head_dim", "tie_word_embeddings", "pad_token_id", "bos_token_id", "logit_softcap")
+_OPTIONAL = (
+    "num_kv_heads", "head_dim", "tie_word_embeddings", "pad_token_id", "bos_token_id", "logit_softcap", "has_qkv_bias",
+)  # fmt: skip
 
 
 def _build(raw: Mapping[str, Any], builtin: Mapping[str, Any] | None, source: str) -> ModelConfig:
@@ -349,8 +353,8 @@ def check_config(config: ModelConfig, source: str) -> None:
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) <= 0:
             raise CheckpointError(f"{source}: {name} is {getattr(config, name)}; it must be positive")
-    if config.num_layers > _MOST_LAYERS:
-        raise CheckpointError(f"{source}: num_layers is {config.num_layers}; at most {_MOST_LAYERS} are supported")
+    if config.num_layers > MOST_LAYERS:
+        raise CheckpointError(f"{source}: num_layers is {config.num_layers}; at most {MOST_LAYERS} are supported")
     if config.dtype not in DTYPES:
         known = ", ".join(DTYPES)
         raise UnsupportedModelError(f"{source}: dtype {config.dtype!r} is not implemented; supported: {known}")

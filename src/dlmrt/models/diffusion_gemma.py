@@ -22,7 +22,8 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
+    "adapter_shapes", "forward",
     "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
@@ -55,13 +56,14 @@ RENAMES = (
 JOINS_EXPERTS = True
 STOP_TOKENS = ("<turn|>",)
 UNQUANTIZED = r"\.router\.|self_conditioning"
+ROUTER = ".router.proj.weight"
 FLOAT32 = ()
 
 
 def tensor_shapes(config: ModelConfig) -> layers.Shapes:
     """Name -> shape of every tensor; experts are stacked, gate and up apart, whatever the file joins (`RENAMES`)."""
-    moe, diffusion = config.moe, config.diffusion
-    assert moe is not None and diffusion is not None
+    moe = config.moe
+    assert moe is not None
     d, e, f, width = config.hidden_size, moe.num_experts, moe.intermediate_size, config.intermediate_size
     shapes: layers.Shapes = {EMBEDDING: (config.vocab_size, d), FINAL_NORM: (d,)}
     for layer_idx in range(config.num_layers):
@@ -89,15 +91,21 @@ def tensor_shapes(config: ModelConfig) -> layers.Shapes:
         }
         if attention.window is not None:
             shapes[p + "self_attn.v_proj.weight"] = (rows, d)
-    if has_residual(config):
-        inner = diffusion.residual.intermediate_size
-        shapes |= {
-            ADAPTER + "pre_norm.weight": (d,),
-            ADAPTER + "gate_proj.weight": (inner, d),
-            ADAPTER + "up_proj.weight": (inner, d),
-            ADAPTER + "down_proj.weight": (d, inner),
-        }
-    return shapes
+    return shapes | adapter_shapes(config)
+
+
+def adapter_shapes(config: ModelConfig) -> layers.Shapes:
+    """Tensors of the self-conditioning module, which is this family's residual adapter."""
+    if not has_residual(config):
+        return {}
+    assert config.diffusion is not None
+    d, inner = config.hidden_size, config.diffusion.residual.intermediate_size
+    return {
+        ADAPTER + "pre_norm.weight": (d,),
+        ADAPTER + "gate_proj.weight": (inner, d),
+        ADAPTER + "up_proj.weight": (inner, d),
+        ADAPTER + "down_proj.weight": (d, inner),
+    }
 
 
 def forward(

@@ -17,16 +17,21 @@ from dlmrt.ops.spec import Attend, Ops, Tensor
 class Family(Protocol):
     """What a model file offers; the files themselves are the objects."""
 
+    ADAPTER: str  # how the names of the residual adapter's tensors begin
     EMBEDDING: str  # name of the table [V, D] of input embeddings
     HEAD: str  # name of the head [V, D] where it is not tied
     RENAMES: Sequence[Rename]  # how files spell tensors
     JOINS_EXPERTS: bool  # plain files hold stacked experts, gate and up in one tensor; else one matrix an expert
     UNQUANTIZED: str  # expression found in names of matrices, beside embedding and head, that stay as they are
     STOP_TOKENS: tuple[str, ...]  # texts of tokens that end an answer, beside the EOS ids of the files
+    ROUTER: str  # end of the names of matrices that choose experts; "": no experts
     FLOAT32: tuple[str, ...]  # ends of names of tensors that stay float32 whatever the model runs in
 
     def tensor_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every tensor that the model needs, no more and no fewer."""
+
+    def adapter_shapes(self, config: ModelConfig) -> dict[str, tuple[int, ...]]:
+        """Those of `tensor_shapes` that are the residual adapter, none without the pathway."""
 
     def has_residual(self, config: ModelConfig) -> bool:
         """Whether the checkpoint has a residual pathway."""
@@ -51,8 +56,12 @@ class Family(Protocol):
 
 
 _FAMILIES = {
+    "A2DQwen2LMHeadModel": qwen3,
+    "A2DQwen3LMHeadModel": qwen3,
     "DiffusionGemmaForBlockDiffusion": diffusion_gemma,
+    "Fast_dLLM_QwenForCausalLM": qwen3,
     "LLaDA2MoeModelLM": llada2,
+    "Qwen2ForCausalLM": qwen3,
     "Qwen3ForCausalLM": qwen3,
     "SDARForCausalLM": qwen3,
 }

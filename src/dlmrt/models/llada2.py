@@ -16,11 +16,12 @@ from collections.abc import Mapping
 
 from dlmrt.models import layers
 from dlmrt.models.config import ModelConfig
-from dlmrt.models.layers import Rename, has_residual
+from dlmrt.models.layers import ADAPTER, Rename, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "STOP_TOKENS", "UNQUANTIZED", "forward",
+    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
+    "adapter_shapes", "forward",
     "has_residual", "head", "soft_embedding", "tensor_shapes",
 ]  # fmt: skip
 
@@ -42,6 +43,7 @@ RENAMES = (
 JOINS_EXPERTS = False
 STOP_TOKENS = ("<|role_end|>",)
 UNQUANTIZED = r"\.mlp\.gate\.weight$|residual_adapter"
+ROUTER = ".mlp.gate.weight"
 FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 
 
@@ -75,7 +77,7 @@ def tensor_shapes(config: ModelConfig) -> layers.Shapes:
         }
         if moe.shared_intermediate_size:
             shapes |= _mlp_shapes(p + "mlp.shared_experts.", d, moe.shared_intermediate_size)
-    return shapes | layers.adapter_shapes(config)
+    return shapes | adapter_shapes(config)
 
 
 def _mlp_shapes(prefix: str, d: int, f: int) -> layers.Shapes:

@@ -6,8 +6,8 @@ whole decisions.
 
 Legend: as dlmrt.ops.spec. B rows of a batch, S keys.
 
-Source: Qwen3 and DiffusionGemma as in transformers 5.24.0, LLaDA2 as in ZHZisZZ/dllm ca17675, its block routing as in
-sglang 0.5.23 (all compared in tests/dlmrt/models).
+Source: Qwen2, Qwen3 and DiffusionGemma as in transformers 5.24.0, LLaDA2 as in ZHZisZZ/dllm ca17675, its block routing
+as in sglang 0.5.23 (all compared in tests/dlmrt/models).
 """
 
 from __future__ import annotations
@@ -130,6 +130,16 @@ def qkv(
     q = rotate(rms_norm(q, q_norm, eps=eps), positions, rope=rope)
     k = rotate(rms_norm(k, k_norm, eps=eps), positions, rope=rope)
     return q, k, v
+
+
+def qkv_biased(
+    x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, positions: Tensor,
+    *, head_dim: int, rope: RopeConfig,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """See `Ops.qkv_biased`."""
+    pairs = ((wq, bq), (wk, bk), (wv, bv))
+    q, k, v = (_heads(linear(x, weight) + bias, head_dim) for weight, bias in pairs)
+    return rotate(q, positions, rope=rope), rotate(k, positions, rope=rope), v
 
 
 def qkv_packed(

@@ -63,6 +63,12 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Project, RMSNorm q and k per head, rotate -> q [T, N, H], k [T, G, H], v [T, G, H]."""
 
+    def qkv_biased(
+        self, x: Tensor, wq: Tensor, wk: Tensor, wv: Tensor, bq: Tensor, bk: Tensor, bv: Tensor, positions: Tensor,
+        *, head_dim: int, rope: RopeConfig,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Project, add the biases [N * H], [G * H], [G * H], rotate q and k; no norms."""
+
     def qkv_packed(
         self, x: Tensor, weight: Tensor, q_norm: Tensor, k_norm: Tensor, positions: Tensor,
         *, num_heads: int, head_dim: int, rope: RopeConfig, eps: float,

@@ -56,6 +56,7 @@ class ModelParts:
             head = recorder.weight(self.family.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
             self._head_params = self.params | {self.family.EMBEDDING: head}
         layers = [config.attention(layer_idx) for layer_idx in range(config.num_layers)]
+        self._windows = tuple(layer.window for layer in layers)
         self.caches = tuple(
             recorder.state(f"{CONTEXT}cache.{i}", formats.cache, (capacity, 2, layer.num_kv_heads, layer.head_dim))
             for i, layer in enumerate(layers)
@@ -101,15 +102,28 @@ class ModelParts:
         self, ids: Buffer, positions: Buffer, visible: Buffer, *, z: Buffer | None, where: Buffer | None,
         is_context: bool,
     ) -> Buffer:  # fmt: skip
-        attend = CacheAttention(recorder=self.recorder, caches=self.caches, positions=positions, visible=visible)
+        attend = CacheAttention(
+            recorder=self.recorder, caches=self.caches, positions=positions, visible=visible,
+            firsts=self._window_starts(positions, is_context=is_context),
+        )  # fmt: skip
         hidden: Buffer = self.family.forward(
             self.recorder, self.params, self.config, ids, positions, attend, z=z, where=where, is_context=is_context
         )
         return hidden
 
+    def _window_starts(self, positions: Buffer, *, is_context: bool) -> tuple[Buffer | None, ...]:
+        """Where the rows' view begins, for each layer. A canvas that sees itself counts as one position."""
+        is_shared = not is_context and self.diffusion.in_block_attention == "bidirectional"
+        starts: dict[int | None, Buffer | None] = {None: None}
+        for window in self._windows:
+            if window not in starts:
+                constants = {"window": window or 0, "is_shared": is_shared}
+                starts[window] = self.recorder.call("window_start", {"positions": positions}, attributes=constants)["first"]
+        return tuple(starts[window] for window in self._windows)
+
     def _format(self, name: str, shape: tuple[int, ...], formats: Formats) -> str:
-        if len(shape) == 1:
-            return "float32"
+        if len(shape) == 1 or (self.family.ROUTER and name.endswith(self.family.ROUTER)):
+            return "float32"  # a rounded router takes other experts
         return formats.table if name == self.family.EMBEDDING else formats.named.get(name, formats.matrix)
 
 

@@ -223,6 +223,14 @@ class Recorder:
             self.call("qkv", operands, dims={"H": head_dim}, attributes={"eps": eps, "rope": describe_rope(rope)})
         )
 
+    def qkv_biased(
+        self, x: Buffer, wq: Buffer, wk: Buffer, wv: Buffer, bq: Buffer, bk: Buffer, bv: Buffer, positions: Buffer,
+        *, head_dim: int, rope: RopeConfig,
+    ) -> tuple[Buffer, Buffer, Buffer]:  # fmt: skip
+        """See `Ops.qkv_biased`."""
+        operands = {"x": x, "wq": wq, "wk": wk, "wv": wv, "bq": bq, "bk": bk, "bv": bv, "positions": positions}
+        return _qkv(self.call("qkv_biased", operands, dims={"H": head_dim}, attributes={"rope": describe_rope(rope)}))
+
     def qkv_packed(
         self, x: Buffer, weight: Buffer, q_norm: Buffer, k_norm: Buffer, positions: Buffer,
         *, num_heads: int, head_dim: int, rope: RopeConfig, eps: float,
@@ -299,20 +307,22 @@ class CacheAttention:
     recorder: Recorder
     caches: tuple[Buffer, ...]  # per layer [C, 2, G, H]
     positions: Buffer  # int32 [T]
-    visible: Buffer  # int32 [T], the number of leading positions that a row sees
+    visible: Buffer  # int32 [T], the end of the positions that a row sees
+    firsts: tuple[Buffer | None, ...]  # per layer int32 [T], where they begin; None: at 0
 
     def __call__(self, layer_idx: int, q: Buffer, k: Buffer, v: Buffer, *, scale: float | None = None) -> Buffer:
         """Record both nodes and return the attention's output; scale None: 1 / sqrt(H)."""
         cache = self.caches[layer_idx]
         self.recorder.call("kv_store", {"k": k, "v": v, "positions": self.positions, "cache": cache})
         constants: dict[str, Value] = {} if scale is None else {"scale": scale}
-        operands = {"q": q, "cache": cache, "visible": self.visible}
+        operands = {"q": q, "cache": cache, "visible": self.visible, "first": self.firsts[layer_idx]}
         return self.recorder.call("attention", operands, attributes=constants)["y"]
 
 
 def describe_rope(rope: RopeConfig) -> str:
-    """A rotary embedding for listings and comparisons: kind and base."""
-    return f"{rope.kind}/{rope.theta:g}"
+    """A rotary embedding for listings and comparisons: kind, base, and the share of a head that turns if not all."""
+    share = "" if rope.partial_rotary_factor == 1 else f"/{rope.partial_rotary_factor:g}"
+    return f"{rope.kind}/{rope.theta:g}{share}"
 
 
 def describe(shape: tuple[Dim, ...]) -> str:

@@ -31,14 +31,20 @@ MODEL_OPS = {
         "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv?:weight[G*H,D] q_norm:weight[H] k_norm:weight[H] "
         "positions:int32[T] -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
     ),
+    "qkv_biased": (
+        "x:act[T,D] wq:weight[N*H,D] wk:weight[G*H,D] wv:weight[G*H,D] bq:weight[N*H] bk:weight[G*H] bv:weight[G*H] "
+        "positions:int32[T] -> q:act[T,N,H] k:act[T,G,H] v:act[T,G,H]"
+    ),
     "qkv_packed": (
         "x:act[T,D] weight:weight[P,D] q_norm:weight[H] k_norm:weight[H] positions:int32[T] -> q:act[T,N,H] "
         "k:act[T,G,H] v:act[T,G,H]"
     ),
     # keys and values of the rows, at their positions
     "kv_store": "k:act[T,G,H] v:act[T,G,H] positions:int32[T] cache:kv[C,2,G,H] -> cache",
-    # row t over positions [0, visible[t]) of the cache
-    "attention": "q:act[T,N,H] cache:kv[C,2,G,H] visible:int32[T] -> y:act[T,N*H]",
+    # first position that a row sees through attribute `window`; is_shared: the rows count as one position
+    "window_start": "positions:int32[T] -> first:int32[T]",
+    # row t over positions [first[t], visible[t]) of the cache, `first` left out: 0
+    "attention": "q:act[T,N,H] cache:kv[C,2,G,H] visible:int32[T] first?:int32[T] -> y:act[T,N*H]",
     "gated_mlp": "x:act[T,D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> y:act[T,D]",
     # experts and their weights, K a row
     "route_sigmoid": "x:act[T,D] weight:weight[E,D] bias:weight[E] -> experts:int32[T,K] weights:float32[T,K]",
@@ -94,7 +100,8 @@ LOOP_OPS = {
     # 2 start canvas: pinned prompt part, noise elsewhere; counters of the block at 0. 3: more_steps = not
     # cancel.
     "start_block": (
-        "prompt:int32[P] num_prompt:int32[] num_pinned:int32[] context:int32[] block_idx:int32[] cancel:int32[] "
+        "prompt:int32[P] num_prompt:int32[] num_prefill:int32[] num_pinned:int32[] context:int32[] "
+        "block_idx:int32[] cancel:int32[] "
         "allowed?:int32[V] num_allowed?:int32[] noise_key?:uint64[] end_reason:int32[] -> canvas:int32[L] "
         "answer:int32[L] is_open:bool[L] is_free:bool[L] positions:int32[L] visible:int32[L] "
         "commit_visible:int32[L] step:int32[] num_full_steps:int32[] num_repeats:int32[] num_settled:int32[] "

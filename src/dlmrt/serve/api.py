@@ -125,6 +125,7 @@ def make_app(service: Service) -> App:
 
 def _model_card(service: Service) -> dict[str, Any]:
     card: dict[str, Any] = {"id": service.config.model, "object": "model", "created": 0, "owned_by": "dlmrt"}
+    card["root"] = service.config.model  # vLLM's client reads it
     if service.phase != "ready":
         return card
     engine = service.engine

@@ -1,33 +1,32 @@
 """From the engine's events to the parts of a message: content, reasoning, tool calls, each with its tokens.
 
-Reasoning and tool calls are delimited by single tokens of the tokenizer (`<think>`, `<tool_call>`, their ends), found
-by id: the same text spelled by ordinary tokens is ordinary text, and markers registered as special, which never show
-in text, are still seen. A tool call is sent when its end marker has come, whole; one that does not parse is content.
+Reasoning and tool calls are delimited by single tokens of the tokenizer, found by id: the same text spelled by ordinary
+tokens is ordinary text, and markers registered as special, which never show in text, are still seen. What only frames a
+thought (its label, line breaks at both ends and before the answer) is not shown. A tool call is sent when its end
+marker has come, whole; one that does not parse is content.
 
 Where nothing needs ids (no markers, no log-probabilities) text is passed on as it comes. Else it waits for the ids of
 its block, and each id is given the text that it made certain: the bytes of a character that several ids spell belong
 to the last of them. How much text may be shown stays the engine's decision (stop strings, characters cut at the end).
 
-Source: ours; markers as in Qwen3's chat template.
+Source: ours; markers of thoughts as in dlmrt.decode.reasoning, of calls as in dlmrt.serve.calls.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Literal
 
 from dlmrt.decode.engine import StreamEvent
+from dlmrt.decode.reasoning import reasoning_markers
 from dlmrt.decode.text import TextCodec
+from dlmrt.serve.calls import SYNTAXES, Call, CallSyntax
 from dlmrt.types import GenerateResult, TextEvent, TokenLogprob, TokensEvent
 
 Channel = Literal["content", "reasoning", "tool_call"]
 
-_MARKERS: dict[Channel, tuple[str, str]] = {
-    "reasoning": ("<think>", "</think>"),
-    "tool_call": ("<tool_call>", "</tool_call>"),
-}
+_NEAR = 8  # tokens from the end of a prompt within which a template may have opened a channel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +44,7 @@ class Delta:
 
     channel: Channel
     text: str = ""
-    tool_call: dict[str, Any] | None = None  # {"name": ..., "arguments": JSON text}
+    tool_call: Call | None = None  # {"name": ..., "arguments": JSON text}
     entries: tuple[TokenEntry, ...] = ()
 
 
@@ -55,33 +54,72 @@ class Markers:
 
     starts: dict[int, Channel] = field(default_factory=dict)
     ends: dict[int, Channel] = field(default_factory=dict)
+    label: str = ""  # what the model writes first within a thought
+    syntax: CallSyntax = SYNTAXES[0]  # of tool calls
+    quote: int | None = None  # id of the syntax's quotation mark
 
     @classmethod
     def of(cls, codec: TextCodec) -> Markers:
         """Markers that are single tokens of `codec`, both of a pair."""
         starts: dict[int, Channel] = {}
         ends: dict[int, Channel] = {}
-        for channel, pair in _MARKERS.items():
-            start, end = map(codec.tokenizer.token_to_id, pair)
-            if start is not None and end is not None:
-                starts[start] = ends[end] = channel
-        return cls(starts=starts, ends=ends)
+        thought = reasoning_markers(codec)
+        if thought is not None:
+            starts[thought.start] = ends[thought.end] = "reasoning"
+        label = "" if thought is None else thought.label
+        to_id = codec.tokenizer.token_to_id
+        for syntax in SYNTAXES:
+            start, end, quote = to_id(syntax.start), to_id(syntax.end), to_id(syntax.quote or syntax.start)
+            if start is not None and end is not None and quote is not None:
+                starts[start] = ends[end] = "tool_call"
+                mark = None if syntax.quote is None else quote
+                return cls(starts=starts, ends=ends, label=label, syntax=syntax, quote=mark)
+        return cls(starts=starts, ends=ends, label=label)
 
     def only(self, *channels: Channel) -> Markers:
         """Without the markers of other channels, which then count as ordinary tokens."""
-        return Markers(
+        return replace(
+            self,
             starts={token: channel for token, channel in self.starts.items() if channel in channels},
             ends={token: channel for token, channel in self.ends.items() if channel in channels},
         )
 
     def open_channel(self, prompt_ids: Sequence[int]) -> Channel:
         """The channel that a rendered prompt ends in: templates of reasoning models may open it themselves."""
-        for token in reversed(prompt_ids[-8:]):
+        for token in reversed(prompt_ids[-_NEAR:]):
             if token in self.starts:
                 return self.starts[token]
             if token in self.ends:
                 break
         return "content"
+
+
+class _Frame:
+    """Cuts off what frames a run of text: a label and line breaks before it, line breaks after it.
+
+    Text is held back while it may still be part of the frame.
+
+    Args:
+        label: may come first; not shown.
+        cut_end: whether line breaks at the end are not shown either.
+    """
+
+    def __init__(self, label: str, *, cut_end: bool) -> None:
+        self._label, self._cut_end = label, cut_end
+        self._is_begun = False
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """Take further text and return what is no part of the frame."""
+        self._held += text
+        if not self._is_begun:
+            if self._held != self._label and self._label.startswith(self._held):
+                return ""
+            self._held, self._label = self._held.removeprefix(self._label).lstrip("\n"), ""
+            self._is_begun = bool(self._held)
+        length = len(self._held.rstrip("\n")) if self._cut_end else len(self._held)
+        shown, self._held = self._held[:length], self._held[length:]
+        return shown
 
 
 @dataclass
@@ -108,6 +146,9 @@ class Deltas:
         self._decoder = codec.incremental()
         self._pieces: list[_Piece] = []  # not passed on yet
         self._num_certain = 0  # characters of the engine's text that no delta covers yet
+        self._frame: _Frame | None = None  # of the open channel's text
+        if channel == "reasoning":
+            self._frame = _Frame(markers.label, cut_end=True)
         self.num_reasoning_tokens = 0
 
     @property
@@ -162,17 +203,25 @@ class Deltas:
             is_end = ends is not None and ends == self._channel
             if is_start and starts is not None:
                 self._channel = starts
+                self._frame = _Frame(self._markers.label, cut_end=True) if starts == "reasoning" else None
                 deltas += self._flush()
             self._open_channel = self._channel
-            text = "" if is_start or is_end else piece.text
+            text = "" if is_start or is_end else self._framed(piece)
             self._entries.append(TokenEntry(token_id=piece.token_id, text=text, logprob=piece.logprob))
             self.num_reasoning_tokens += self._channel == "reasoning"
             if is_end:
                 deltas += self._flush(is_whole=True)
+                self._frame = _Frame("", cut_end=False) if ends == "reasoning" else None
                 self._channel = self._open_channel = "content"
         if self._open_channel != "tool_call":
             deltas += self._flush()
         return deltas
+
+    def _framed(self, piece: _Piece) -> str:
+        """Text of a piece in the open channel."""
+        if self._channel == "tool_call" and piece.token_id == self._markers.quote:
+            return str(self._markers.syntax.quote)
+        return piece.text if self._frame is None else self._frame.push(piece.text)
 
     def _flush(self, *, is_whole: bool = False) -> list[Delta]:
         """A delta of the entries collected for the open channel, if there are any."""
@@ -182,25 +231,11 @@ class Deltas:
         text = "".join(entry.text for entry in entries)
         if self._open_channel != "tool_call":
             return [Delta(channel=self._open_channel, text=text, entries=entries)]
-        call = _parse_call(text)
+        syntax = self._markers.syntax
+        call = syntax.parse(text)
         if call is not None:
             return [Delta(channel="tool_call", tool_call=call, entries=entries)]
-        start, end = _MARKERS["tool_call"]
         shown = [entry.text for entry in entries]
-        shown[0], shown[-1] = start + shown[0], shown[-1] + (end if is_whole else "")
+        shown[0], shown[-1] = syntax.start + shown[0], shown[-1] + (syntax.end if is_whole else "")
         entries = tuple(replace(entry, text=text) for entry, text in zip(entries, shown, strict=True))
         return [Delta(channel="content", text="".join(shown), entries=entries)]
-
-
-def _parse_call(text: str) -> dict[str, Any] | None:
-    """Name and arguments of a call in JSON; None if it is none."""
-    try:
-        call = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", call.get("parameters", {}))
-    if not isinstance(arguments, dict):
-        return None
-    return {"name": call["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}

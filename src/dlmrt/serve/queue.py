@@ -2,7 +2,8 @@
 
 The engine runs in one worker thread; its events reach the event loop through the job's queue, so a slow reader holds
 memory, never the engine. A job that is cut ends before the engine's next forward. The slot is free when the engine has
-stopped, not when the client has read everything.
+stopped, not when the client has read everything. An engine that does not stop in time hangs in a step, for good as far
+as anybody can tell: the slot reports it, and whoever runs the server has to end the process.
 
 Source: ours.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Literal
@@ -39,6 +40,7 @@ class Job:
         self.arrived = time.perf_counter()
         self.began: float | None = None  # when the engine took it
         self.is_over = False
+        self.has_run = threading.Event()  # the engine has let go of it
         self._loop = asyncio.get_running_loop()
 
     @property
@@ -63,6 +65,7 @@ class Job:
             last = error
         finally:
             self.streams.clear()
+            self.has_run.set()
         self._put(last)
 
     def _put(self, event: JobEvent) -> None:
@@ -71,10 +74,17 @@ class Job:
 
 
 class Slot:
-    """Lets one job at a time use the engine. All methods belong to the event loop's thread."""
+    """Lets one job at a time use the engine. All methods belong to the event loop's thread.
 
-    def __init__(self, *, max_queue: int) -> None:
+    Args:
+        max_queue: jobs that may wait.
+        step_timeout_s: that a job has to stop after it was cut.
+        on_stuck: called when one did not.
+    """
+
+    def __init__(self, *, max_queue: int, step_timeout_s: float, on_stuck: Callable[[], None]) -> None:
         self.max_queue = max_queue
+        self._step_timeout_s, self._on_stuck = step_timeout_s, on_stuck
         self.is_closed = False
         self.running: Job | None = None
         self._turn = asyncio.Lock()  # wakes waiters in the order of their arrival
@@ -114,6 +124,8 @@ class Slot:
         if job.is_over:
             return
         if job is self.running:
+            if not job.cancel.is_set():
+                asyncio.get_running_loop().call_later(self._step_timeout_s, self._look, job)
             job.end(reason)
             return
         job.cut, job.is_over = reason, True
@@ -121,6 +133,14 @@ class Slot:
         if task is not None:
             task.cancel()
         job.events.put_nowait(error)
+
+    def _look(self, job: Job) -> None:
+        """Report a job that was cut and still runs."""
+        if job is not self.running:
+            return
+        message = f"a step of the model does not end after {self._step_timeout_s:g} s; the server ends, try again later"
+        job.events.put_nowait(ApiError(503, message, code="stuck", retry_after_s=10))
+        self._on_stuck()
 
     def close(self) -> None:
         """Refuse whoever waits and whoever comes; the running job goes on."""

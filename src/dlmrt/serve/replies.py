@@ -14,6 +14,7 @@ from typing import Any
 from dlmrt import __version__
 from dlmrt.decode.engine import StreamEvent
 from dlmrt.decode.text import TextCodec
+from dlmrt.serve.calls import Call
 from dlmrt.serve.deltas import Channel, Delta, Deltas, TokenEntry
 from dlmrt.serve.queue import Job
 from dlmrt.serve.requests import ApiCall
@@ -72,7 +73,7 @@ class Choice:
             return "tool_calls" if self.tool_calls else "stop"
         return "length"
 
-    def _numbered(self, call: dict[str, Any]) -> dict[str, Any]:
+    def _numbered(self, call: Call) -> dict[str, Any]:
         return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call}
 
 
@@ -190,6 +191,7 @@ class Reply:
                 "tokens_per_second": completion_tokens / total_s if total_s > 0 else 0.0,
                 "executor": record.executor,
                 "dtype": record.dtype,
+                "graphs": record.graphs,
                 "seed": record.seed,
                 "end_reason": reasons[0] if len(set(reasons)) == 1 else reasons,
                 "settings": dict(record.settings),

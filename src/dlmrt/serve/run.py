@@ -3,7 +3,7 @@
 The first line on stdout is one JSON object with the address, for whoever started the server on port 0. Until the model
 is there, /health and the API answer 503 with the phase. A load that fails ends the process with the error's status.
 SIGTERM or Ctrl-C refuses whoever waits and lets the running answer end, for at most the grace time; a second Ctrl-C
-ends at once.
+ends at once. An engine that hangs in a step ends the process, too, with status 1: a supervisor can start another one.
 
 uvicorn is imported here only, when a server starts: it belongs to the extra `serve`.
 
@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import signal
 import socket
 import sys
@@ -28,6 +29,7 @@ from typing import Any
 from dlmrt.decode.engine import Engine
 from dlmrt.errors import DeviceError, MissingDependencyError
 from dlmrt.serve.api import make_app
+from dlmrt.serve.queue import Job
 from dlmrt.serve.service import ServeConfig, Service
 
 logger = logging.getLogger(__name__)
@@ -51,10 +53,16 @@ def serve(config: ServeConfig, load: Load) -> int:
     if config.api_key is None and config.host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("%s can be reached from other machines and asks for no key; set --api-key", config.host)
     announce(config, listener)
-    return asyncio.run(_serve(config, load, listener))
+    status, last, patience_s = asyncio.run(_serve(config, load, listener))
+    if last is not None and not last.has_run.wait(patience_s):
+        message = f"error: a step of the model does not end after {config.step_timeout_s:g} s; check the device"
+        print(message, file=sys.stderr, flush=True)
+        os._exit(1)  # the interpreter would wait for the engine's thread
+    return status
 
 
-async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> int:
+async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> tuple[int, Job | None, float]:
+    """Exit status, the job that the engine still works on, and how long that may take."""
     with _extra():
         service = Service(config)
         server = make_server(service)
@@ -65,7 +73,9 @@ async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> in
             start = time.perf_counter()
             service.phase = "loading"
             service.set_engine(load())
+            settings = ", ".join(f"{name} {value}" for name, value in service.default_settings().items())
             logger.info("%s is ready after %.1f s", config.model, time.perf_counter() - start)
+            logger.info("a request that says nothing else runs with %s", settings)
         except Exception as error:
             service.phase = "failed"
             failures.append(error)
@@ -75,18 +85,45 @@ async def _serve(config: ServeConfig, load: Load, listener: socket.socket) -> in
     loader.start()
     with _signals(server) as received:
         await server.serve(sockets=[listener])
-    if service.slot.running is not None:  # ended by force: the engine's thread must not outlive the answer's client
-        service.slot.running.end("shutdown")
+    last = service.slot.running
+    if last is not None:  # ended by force: the engine's thread must not outlive the answer's client
+        last.end("shutdown")
     if failures:
         raise failures[0]
-    if not server.force_exit:
+    if last is None and not server.force_exit:
         service.close()
-    return 130 if signal.SIGINT in received else 0
+    return 130 if signal.SIGINT in received else 0, last, 0.0 if service.is_stuck else config.step_timeout_s
 
 
 def make_server(service: Service) -> Any:
     """A uvicorn server of `service`; `serve(sockets=...)` runs it, `should_exit` ends it in order."""
     import uvicorn
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        """Closes connections that do not bring the head of a request in the time that a body has."""
+
+        _timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._set_timer()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._set_timer()
+
+        def _set_timer(self) -> None:
+            if self._timer is None and self._is_idle():
+                self._timer = self.loop.call_later(service.config.body.timeout_s, self._look)
+
+        def _look(self) -> None:
+            self._timer = None
+            if self._is_idle():
+                self.transport.close()
+
+        def _is_idle(self) -> bool:
+            return self.cycle is None or self.cycle.response_complete
 
     class Server(uvicorn.Server):
         @contextlib.contextmanager
@@ -98,11 +135,17 @@ def make_server(service: Service) -> Any:
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        make_app(service), http="h11", ws="none", lifespan="off", log_config=None, access_log=False,
+        make_app(service), http=Protocol, ws="none", lifespan="off", log_config=None, access_log=False,
         server_header=False, root_path=service.config.root_path,
         timeout_graceful_shutdown=round(service.config.grace_s + service.config.send_timeout_s),
     )  # fmt: skip
-    return Server(config)
+    server = Server(config)
+
+    def end() -> None:
+        server.should_exit = True
+
+    service.end_server = end
+    return server
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -9,7 +9,7 @@ import asyncio
 import dataclasses
 import hashlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from dlmrt.serve.replies import Choice, Reply
 from dlmrt.serve.requests import ApiCall, decode_config, derived_seed
 from dlmrt.types import DecodeConfig
 
+_EFFORTS = ("reasoning_effort", "reasoning_strength")  # two names of one switch; some clients send both
 Phase = Literal["starting", "loading", "ready", "failed", "stopping"]
 
 
@@ -38,6 +39,7 @@ class ServeConfig:
     max_queue: int = 32  # requests that may wait for the slot
     request_timeout_s: float = 600.0  # from arrival; a running answer is cut, a waiting one refused
     grace_s: float = 30.0  # that a running answer has left when the server is told to stop
+    step_timeout_s: float = 120.0  # that the engine has to stop after a cut; then the server ends with status 1
     send_timeout_s: float = 60.0  # without progress of a slow reader
     keep_alive_s: float = 15.0  # silence after which a stream gets a comment
     body: BodyLimits = field(default_factory=BodyLimits)
@@ -53,7 +55,11 @@ class Service:
     def __init__(self, config: ServeConfig) -> None:
         self.config = config
         self.phase: Phase = "starting"
-        self.slot = Slot(max_queue=config.max_queue)
+        self.slot = Slot(
+            max_queue=config.max_queue, step_timeout_s=config.step_timeout_s, on_stuck=self._give_up
+        )  # fmt: skip
+        self.is_stuck = False
+        self.end_server: Callable[[], None] = lambda: None  # set by whoever runs the server
         self.metrics = Metrics(config.model)
         self._engine: Engine | None = None
         self._markers = Markers()
@@ -152,11 +158,14 @@ class Service:
 
     def _template_options(self, engine: Engine, call: ApiCall) -> dict[str, Any]:
         options = dict(call.template_options)
+        known = engine.tokenizer.template_options
+        if any(name in known for name in _EFFORTS if name in options):
+            options = {name: value for name, value in options.items() if name in known or name not in _EFFORTS}
         if call.tools:
             has_parser = "tool_call" in self._markers.starts.values()
-            if "tools" not in engine.tokenizer.template_options or not has_parser:
+            if "tools" not in known or not has_parser:
                 raise ApiError(
-                    400, "tools need a chat template that reads them and a tokenizer with <tool_call> tokens; this "
+                    400, "tools need a chat template that reads them and a tokenizer with tokens around calls; this "
                     "model has none", param="tools", code="unsupported_parameter",
                 )  # fmt: skip
             options["tools"] = list(call.tools)
@@ -182,6 +191,11 @@ class Service:
     def _cut(self) -> None:
         if self.slot.running is not None:
             self.slot.leave(self.slot.running, "shutdown")
+
+    def _give_up(self) -> None:
+        """The engine hangs: nobody can be served any more, and its thread cannot be ended."""
+        self.is_stuck = True
+        self.end_server()
 
     def context_share(self) -> float:
         """Share of the context that the running request may fill."""

@@ -23,10 +23,13 @@ def test_ratio_of_sums_and_mean_of_ratios_are_both_given():
 
 
 def test_tokens_per_second_counts_whole_requests():
+    """K62: a canvas may arrive as one chunk, so no rate comes from the time between chunks."""
     told = tps_e2e([answer(30, 1, 0, seconds=0.1), answer(10, 1, 0, seconds=0.1)])
     assert told["run"] == pytest.approx(40 / 0.2)
     assert told["median"] == pytest.approx(200)
     assert told["p99"] == pytest.approx(100 + 0.99 * 200)
+    rates = {name for name in summarise([answer(30, 1, 0, seconds=0.1)]) if name.startswith("tps")}
+    assert rates == {"tps_e2e"}
 
 
 def test_denoise_leaves_commit_forwards_out():

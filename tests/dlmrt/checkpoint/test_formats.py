@@ -13,9 +13,10 @@ import pytest
 import safetensors.torch
 import torch
 
+from dlmrt.checkpoint.convert import convert_checkpoint
 from dlmrt.checkpoint.load import SINGLE_FILE, load_params, open_checkpoint, to_float32
-from dlmrt.checkpoint.quantize import INT4_GROUP, save_quantized
 from dlmrt.checkpoint.save import save_checkpoint
+from dlmrt.checkpoint.scheme import INT4_GROUP
 from dlmrt.checkpoint.tensorfile import read_tensors
 from dlmrt.eager.executor import EagerDenoiser, dense_logits, quantize_inputs
 from dlmrt.errors import CheckpointError, UnknownOptionError, UnsupportedModelError, UsageError
@@ -80,7 +81,7 @@ def wide_qwen3(tmp_path_factory, make_config, make_params):
 @pytest.mark.parametrize("dialect", ["compressed-tensors", "modelopt"])
 def test_saved_nvfp4_equals_the_reference_files(tmp_path, oracle, llada2, dialect):
     """Same bytes as the reference's quantisation of the same experts, in the names of each dialect."""
-    save_quantized(tmp_path / "q", llada2, format="nvfp4", dialect=dialect)
+    convert_checkpoint(tmp_path / "q", llada2, format="nvfp4", dialect=dialect)
     ours = read_tensors(tmp_path / "q" / SINGLE_FILE)
     theirs = read_tensors(oracle(DIALECTS[dialect == "compressed-tensors"]) / SINGLE_FILE)
     # Weight-only: no scales of activations.
@@ -102,7 +103,9 @@ def test_saved_nvfp4_equals_the_reference_files(tmp_path, oracle, llada2, dialec
 @pytest.mark.parametrize("format", ["nvfp4", "fp8", "int8", "int4"])
 def test_save_and_load(tmp_path, wide_qwen3, format):
     """All linears, whatever the format: what loads is what the format makes of each matrix."""
-    modules = save_quantized(tmp_path / "q", wide_qwen3, format=format, policy="linears", ignore=["*.o_proj"])
+    modules = convert_checkpoint(
+        tmp_path / "q", wide_qwen3, format=format, policy="linears", ignore=["*.o_proj"]
+    ).modules
     assert len(modules) == 6 and "model.layers.0.self_attn.o_proj" not in modules
     params, original = load_params(open_checkpoint(tmp_path / "q")), load_params(wide_qwen3)
     limit = {"nvfp4": 0.13, "fp8": 0.04, "int8": 0.015, "int4": 0.15}[format]
@@ -121,7 +124,7 @@ def test_our_files_open_in_compressed_tensors(tmp_path, wide_qwen3, format):
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
-    modules = save_quantized(tmp_path / "q", wide_qwen3, format=format, policy="linears")
+    modules = convert_checkpoint(tmp_path / "q", wide_qwen3, format=format, policy="linears").modules
     raw = json.loads((tmp_path / "q" / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(raw)
     scheme = config.config_groups["group_0"]
@@ -136,7 +139,7 @@ def test_our_files_open_in_compressed_tensors(tmp_path, wide_qwen3, format):
 
 def test_our_files_open_in_modelopt(tmp_path, llada2):
     tensors = pytest.importorskip("modelopt.torch.quantization.qtensor")
-    save_quantized(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
+    convert_checkpoint(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
     stored = safetensors.torch.load_file(tmp_path / "q" / SINGLE_FILE)
     module = "model.layers.1.mlp.experts.3.up_proj"
     packed, scale, shared = (stored[f"{module}.{part}"] for part in ("weight", "weight_scale", "weight_scale_2"))
@@ -149,12 +152,12 @@ def test_our_files_open_in_modelopt(tmp_path, llada2):
 
 def test_fused_matrices_share_their_scale(tmp_path, llada2, wide_qwen3):
     """K10: gate and up of one expert, and q, k and v, so that no engine has to choose one of two."""
-    save_quantized(tmp_path / "moe", llada2, format="nvfp4", dialect="modelopt")
+    convert_checkpoint(tmp_path / "moe", llada2, format="nvfp4", dialect="modelopt")
     stored = read_tensors(tmp_path / "moe" / SINGLE_FILE)
     scale = {name: float(t.raw()) for name, t in stored.items() if name.endswith("weight_scale_2")}
     for name, value in scale.items():
         assert value == scale[name.replace("gate_proj", "up_proj")]
-    save_quantized(tmp_path / "dense", wide_qwen3, format="nvfp4", policy="linears")
+    convert_checkpoint(tmp_path / "dense", wide_qwen3, format="nvfp4", policy="linears")
     stored = read_tensors(tmp_path / "dense" / SINGLE_FILE)
     names = [f"model.layers.0.self_attn.{which}_proj.weight_global_scale" for which in "qkv"]
     assert len({float(stored[name].raw()[0]) for name in names}) == 1
@@ -162,7 +165,7 @@ def test_fused_matrices_share_their_scale(tmp_path, llada2, wide_qwen3):
 
 def test_gate_and_up_of_different_scales_keep_both(tmp_path, llada2):
     """K10: a file that does not share them; each matrix is read with its own."""
-    save_quantized(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
+    convert_checkpoint(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
     tensors = safetensors.torch.load_file(tmp_path / "q" / SINGLE_FILE)
     name = "model.layers.1.mlp.experts.0.gate_proj"
     tensors[f"{name}.weight_scale_2"] *= 4
@@ -175,7 +178,7 @@ def test_gate_and_up_of_different_scales_keep_both(tmp_path, llada2):
 
 def test_experts_of_diffusion_gemma_are_written_one_by_one(tmp_path, oracle):
     checkpoint = open_checkpoint(oracle("dgemma_tiny"))
-    modules = save_quantized(tmp_path / "q", checkpoint, format="nvfp4", dialect="modelopt")
+    modules = convert_checkpoint(tmp_path / "q", checkpoint, format="nvfp4", dialect="modelopt").modules
     assert len(modules) == 4 * 8 * 3
     theirs = read_tensors(oracle("dgemma_nvfp4_modelopt") / SINGLE_FILE)
     ours = read_tensors(tmp_path / "q" / SINGLE_FILE)
@@ -187,7 +190,7 @@ def test_experts_of_diffusion_gemma_are_written_one_by_one(tmp_path, oracle):
 
 def rewritten(tmp_path, llada2, change):
     """A ModelOpt checkpoint with changed tensors."""
-    save_quantized(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
+    convert_checkpoint(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
     tensors = safetensors.torch.load_file(tmp_path / "q" / SINGLE_FILE)
     change(tensors)
     safetensors.torch.save_file(tensors, tmp_path / "q" / SINGLE_FILE, {"format": "pt"})
@@ -222,7 +225,7 @@ def test_tensors_that_fit_no_format_are_named(tmp_path, llada2, change, named):
 
 def test_transposed_square_matrix_is_named(tmp_path, wide_qwen3):
     """K36: halves of the columns are packed, so even a square matrix shows."""
-    save_quantized(tmp_path / "q", wide_qwen3, format="nvfp4", policy="linears")
+    convert_checkpoint(tmp_path / "q", wide_qwen3, format="nvfp4", policy="linears")
     name = "model.layers.0.self_attn.q_proj"
     tensors = safetensors.torch.load_file(tmp_path / "q" / SINGLE_FILE)
     assert tensors[f"{name}.weight_packed"].shape == (128, 64)
@@ -234,7 +237,7 @@ def test_transposed_square_matrix_is_named(tmp_path, wide_qwen3):
 
 
 def declare(tmp_path, llada2, section, hf_quant=None):
-    save_quantized(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
+    convert_checkpoint(tmp_path / "q", llada2, format="nvfp4", dialect="modelopt")
     path = tmp_path / "q" / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": section}))
     if hf_quant is None:
@@ -279,13 +282,13 @@ def test_metadata_that_contradicts_the_tensors_is_refused(tmp_path, llada2):
 def test_names_alone_tell_the_dialect(tmp_path, llada2, hf_quant):
     folder = declare(tmp_path, llada2, None, hf_quant)
     got = load_params(open_checkpoint(folder))
-    save_quantized(tmp_path / "ct", llada2, format="nvfp4")
+    convert_checkpoint(tmp_path / "ct", llada2, format="nvfp4")
     for name, values in load_params(open_checkpoint(tmp_path / "ct")).items():
         torch.testing.assert_close(got[name], values, rtol=1e-6, atol=0)
 
 
 def test_scales_of_a_quantised_cache_are_skipped(tmp_path, wide_qwen3):
-    save_quantized(tmp_path / "q", wide_qwen3, format="fp8", policy="linears")
+    convert_checkpoint(tmp_path / "q", wide_qwen3, format="fp8", policy="linears")
     tensors = safetensors.torch.load_file(tmp_path / "q" / SINGLE_FILE)
     tensors["model.layers.0.self_attn.k_proj.k_scale"] = torch.tensor(0.5)
     safetensors.torch.save_file(tensors, tmp_path / "q" / SINGLE_FILE, {"format": "pt"})
@@ -322,7 +325,7 @@ def test_fp8_scales_of_every_shape(tmp_path, make_config, make_params, scale_sha
         ({"format": "nvfp5"}, UnknownOptionError, "did you mean 'nvfp4'"),
         ({"format": "nvfp4", "policy": "expert"}, UnknownOptionError, "did you mean 'experts'"),
         ({"format": "nvfp4", "dialect": "modelOpt"}, UnknownOptionError, "did you mean 'modelopt'"),
-        ({"format": "int8", "dialect": "modelopt"}, UsageError, "nvfp4 only"),
+        ({"format": "int8", "dialect": "modelopt"}, UsageError, "does not write int8"),
         ({"format": "int8", "ignore": ["*.attention.*"]}, UsageError, "matches no module"),
         ({"format": "int4"}, UsageError, f"multiple of {INT4_GROUP}"),
         ({"format": "int8", "ignore": [r"re:.*experts.*"]}, UsageError, "leaves nothing"),
@@ -330,13 +333,13 @@ def test_fp8_scales_of_every_shape(tmp_path, make_config, make_params, scale_sha
 )
 def test_wrong_requests_are_refused(tmp_path, llada2, options, error, named):
     with pytest.raises(error, match=named):
-        save_quantized(tmp_path / "q", llada2, **options)
+        convert_checkpoint(tmp_path / "q", llada2, **options)
     assert not (tmp_path / "q").exists()
 
 
 def test_dense_models_have_no_experts(tmp_path, wide_qwen3):
     with pytest.raises(UsageError, match="policy 'linears'"):
-        save_quantized(tmp_path / "q", wide_qwen3, format="int8")
+        convert_checkpoint(tmp_path / "q", wide_qwen3, format="int8", policy="experts")
 
 
 @pytest.mark.parametrize("name", ["llada2_tiny", "dgemma_tiny"])

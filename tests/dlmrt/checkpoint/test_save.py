@@ -162,7 +162,7 @@ def test_error_in_the_middle_leaves_the_old_checkpoint(tmp_path, make_config, ma
 
     class Broken(dict):
         def __getitem__(self, name):
-            if name == "model.layers.1.mlp.down_proj.weight" and sys._getframe(1).f_code.co_name == "<lambda>":
+            if name == "model.layers.1.mlp.down_proj.weight" and sys._getframe(1).f_code.co_name == "values":
                 raise RuntimeError("device lost")
             return super().__getitem__(name)
 

@@ -94,7 +94,7 @@ def test_every_corrupted_header_names_the_file_or_describes_the_same_bytes(tmp_p
     except CheckpointError as error:
         assert "bad.safetensors" in str(error)
     else:
-        assert b"".join(bytes(tensor.data) for tensor in tensors.values()) == blob[8 + header_length :]
+        assert b"".join(tensor.raw().tobytes() for tensor in tensors.values()) == blob[8 + header_length :]
 
 
 @given(blob=st.binary(max_size=200))
@@ -173,3 +173,32 @@ def test_absent_file_folder_and_pipe(tmp_path):
 def test_a_name_that_is_no_file_name(tmp_path, name):
     with pytest.raises(CheckpointError, match="not a file name"):
         read_tensors(tmp_path / name)
+
+
+@pytest.mark.parametrize("change", ["cut", "gone", "rewritten"])
+def test_a_file_that_changes_while_it_is_used_is_named(tmp_path, change):
+    """A mapped file would end the process here (SIGBUS), or hand out bytes of two files."""
+    path = tmp_path / "w.safetensors"
+    write_tensors(path, {"w": FileTensor(dtype="float32", shape=(4096,), bits=lambda: np.ones(4096, np.float32))})
+    tensor = read_tensors(path)["w"]
+    before = path.read_bytes()
+    if change == "rewritten":
+        path.write_bytes(before)
+        os.utime(path, ns=(0, 0))
+    else:
+        os.truncate(path, 0 if change == "gone" else len(before) // 2)
+    with pytest.raises(CheckpointError, match=r"w\.safetensors was changed while it was read"):
+        tensor.raw()
+
+
+def test_a_file_that_is_replaced_or_deleted_stays_readable(tmp_path):
+    path = tmp_path / "w.safetensors"
+    for value in (1, 2):
+        bits = np.full(4, value, np.float32)
+        write_tensors(tmp_path / "new", {"w": FileTensor(dtype="float32", shape=(4,), bits=lambda bits=bits: bits)})
+        os.replace(tmp_path / "new", path)
+        if value == 1:
+            tensor = read_tensors(path)["w"]
+    np.testing.assert_array_equal(tensor.raw(), 1)
+    path.unlink()
+    np.testing.assert_array_equal(tensor.raw(), 1)

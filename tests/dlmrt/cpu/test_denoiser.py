@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from pairs import draw_params, make_cpu, make_eager, with_adapter
 
-from dlmrt.errors import DeviceError, UnsupportedModelError, UsageError
+from dlmrt.errors import DeviceError, UsageError
 from dlmrt.models.config import ResidualConfig, RopeConfig
 from dlmrt.testing import MASK, tiny_config
 
@@ -193,14 +193,6 @@ def test_what_cannot_be_done_is_refused(config, rng):
     cpu.extend(draw_ids(rng, 13))
     with pytest.raises(UsageError, match="would end at 13, inside a block of 8"):
         cpu.extend(draw_ids(rng, 8))
-
-
-def test_a_family_without_kernels_is_refused(config):
-    from dataclasses import replace
-
-    other = replace(config, architecture="LLaDA2MoeModelLM")
-    with pytest.raises(UnsupportedModelError, match="no kernels for LLaDA2MoeModelLM yet; use executor 'eager'"):
-        make_cpu(other, {})
 
 
 def test_memory_is_refused_before_it_is_allocated(config, monkeypatch):

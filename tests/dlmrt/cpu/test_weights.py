@@ -12,7 +12,7 @@ from pairs import draw_params, make_cpu, make_eager
 from dlmrt.checkpoint.load import open_checkpoint
 from dlmrt.checkpoint.tensorfile import FileTensor, write_tensors
 from dlmrt.cpu.executor import FORMATS, load_denoiser
-from dlmrt.cpu.weights import Quantized, kept_formats, params_of
+from dlmrt.cpu.weights import FileParams, Quantized, kept_formats
 from dlmrt.ops import formats
 from dlmrt.testing import tiny_config
 
@@ -90,7 +90,7 @@ def test_a_matrix_fused_with_one_of_another_format_is_dequantized(tmp_path, mode
     kept = kept_formats(checkpoint.weights())
     assert not any(name.startswith("model.layers.0.self_attn") and "o_proj" not in name for name in kept)
     assert kept["model.layers.1.self_attn.q_proj.weight"] == kept["model.layers.0.mlp.gate_proj.weight"] == "nvfp4"
-    assert isinstance(params_of(checkpoint.weights(), kept)["model.layers.0.mlp.up_proj.weight"], Quantized)
+    assert isinstance(FileParams(checkpoint.weights(), kept)["model.layers.0.mlp.up_proj.weight"], Quantized)
     logits_of(load_denoiser(checkpoint))
 
 

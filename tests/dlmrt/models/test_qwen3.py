@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dlmrt.checkpoint.load import load_params, open_checkpoint, to_float32
 from dlmrt.checkpoint.save import config_to_json
@@ -87,7 +87,8 @@ def test_bf16_logits_stay_within_the_reference_distance(data, kind):
 def live(config, params):
     """transformers' model of the same config and weights."""
     raw = {key: value for key, value in config_to_json(config).items() if key != "architectures"}
-    model = Qwen3ForCausalLM(Qwen3Config(**raw, attn_implementation="eager")).to(torch.float32).eval()
+    classes = (Qwen2Config, Qwen2ForCausalLM) if config.has_qkv_bias else (Qwen3Config, Qwen3ForCausalLM)
+    model = classes[1](classes[0](**raw, attn_implementation="eager")).to(torch.float32).eval()
     missing, unexpected = model.load_state_dict(params, strict=False)
     assert not unexpected and set(missing) <= ({"lm_head.weight"} if config.tie_word_embeddings else set())
     model.tie_weights()
@@ -106,6 +107,10 @@ SHAPES = {
                            low_freq_factor=1.0, high_freq_factor=4.0),
     },
     "yarn": {"rope": RopeConfig(theta=1e6, kind="yarn", factor=4.0, original_max_position_embeddings=64)},
+    "qwen2": {"architecture": "Qwen2ForCausalLM", "has_qkv_bias": True},
+    "qwen2 tied": {
+        "architecture": "Qwen2ForCausalLM", "has_qkv_bias": True, "tie_word_embeddings": True, "num_heads": 6,
+    },
 }  # fmt: skip
 
 

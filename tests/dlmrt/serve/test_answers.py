@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
-from tokenizers import AddedToken
 
 from dlmrt.decode.engine import Engine
 from dlmrt.errors import DeviceError
 from dlmrt.serve.faults import FaultyDenoiser
 from dlmrt.testing import (
     END,
-    END_THINK,
     MASK,
-    THINK,
-    VOCAB_SIZE,
     ScriptedDenoiser,
     answering,
     byte_codec,
@@ -182,95 +178,6 @@ def test_k46_max_tokens_edge_values(start, path, value, status):
         got, answer = server.post(PATHS[path], **body(path, **{name: value}))
         assert got == status
         assert answer["usage"]["completion_tokens"] >= 1 if status == 200 else answer["error"]["param"] == name
-
-
-THOUGHT = [THINK, *encode_bytes("a"), END_THINK, *encode_bytes("b STOP c"), END]
-
-
-@pytest.mark.parametrize("length", [4, 32])
-def test_k40_reasoning_stop_and_logprobs_keep_in_step(start, length):
-    engine, _ = engine_of(THOUGHT, diffusion={"canvas_length": length})
-    server = start(engine)
-    answer = server.chat("x", stop=["STOP"], logprobs=True)
-    choice = answer["choices"][0]
-    assert (choice["message"]["reasoning_content"], choice["message"]["content"]) == ("a", "b ")
-    assert [entry["token"] for entry in choice["logprobs"]["content"]] == ["b", " ", "", "", "", ""]
-    assert [entry["token"] for entry in choice["logprobs"]["reasoning_content"]] == ["", "a", ""]
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": 3}
-    assert answer["usage"]["completion_tokens"] == 9
-    chunks = server.stream(PATHS["chat"], messages=user("x"), stop=["STOP"])
-    assert joined("chat", chunks) == "b "
-    deltas = [chunk["choices"][0]["delta"] for chunk in chunks[:-1]]
-    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "a"
-
-
-def test_a_stop_string_ends_reasoning_too(start):
-    server = start(engine_of([THINK, *encode_bytes("long thought"), END_THINK, *encode_bytes("b"), END])[0])
-    message = server.chat("x", stop=["thou"])["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("long ", "")
-
-
-def test_k41_markers_are_seen_by_id_and_tag_text_is_kept(start):
-    answer = [THINK, *encode_bytes("t"), END_THINK, *encode_bytes("<b>x</b> <think>"), END_THINK, END]
-    server = start(engine_of(answer)[0])
-    message = server.chat("x")["choices"][0]["message"]
-    assert (message["reasoning_content"], message["content"]) == ("t", "<b>x</b> <think>")
-    assert server.post(PATHS["completions"], prompt="x")[1]["choices"][0]["text"] == "t<b>x</b> <think>"
-
-
-TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-
-
-def tool_engine(answer: list[int]) -> Engine:
-    """A vocabulary with tool-call markers as special tokens and a template that reads tools."""
-    template = "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{{ messages[-1].content }}"
-    codec = byte_codec(template=template)
-    codec.tokenizer.add_special_tokens([AddedToken(t, special=True) for t in ("<tool_call>", "</tool_call>")])
-    codec = type(codec)(codec.tokenizer, template=template)
-    size = VOCAB_SIZE + 2
-    script = answering(answer, vocab_size=size)
-    config = tiny_config(vocab_size=size, max_position_embeddings=1024)
-    return Engine(ScriptedDenoiser(script, vocab_size=size), config, codec)
-
-
-CALL, CALL_END = VOCAB_SIZE, VOCAB_SIZE + 1
-GOOD = '{"name": "add", "arguments": {"x": [1, 2], "s": "é"}}'
-
-
-def test_k41_tool_calls_are_parsed_from_whole_blocks(start):
-    answer = [
-        *encode_bytes("well "),
-        CALL,
-        *encode_bytes(GOOD),
-        CALL_END,
-        CALL,
-        *encode_bytes("not json"),
-        CALL_END,
-        END,
-    ]
-    server = start(tool_engine(answer))
-    answer = server.chat("x", tools=TOOLS, logprobs=True)
-    choice = answer["choices"][0]
-    (call,) = choice["message"]["tool_calls"]
-    assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
-    assert json.loads(call["function"]["arguments"]) == {"x": [1, 2], "s": "é"}
-    assert choice["message"]["content"] == "well <tool_call>not json</tool_call>"
-    tokens = [entry["token"] for entry in choice["logprobs"]["content"]]
-    assert "".join(tokens) == choice["message"]["content"]
-    assert len(tokens) + len(choice["logprobs"]["tool_calls"]) == answer["usage"]["completion_tokens"]
-    deltas = [c["choices"][0]["delta"] for c in server.stream(PATHS["chat"], messages=user("x"), tools=TOOLS)[:-1]]
-    calls = [part for delta in deltas for part in delta.get("tool_calls", [])]
-    assert [(c["index"], c["function"]) for c in calls] == [(0, call["function"])]
-    assert "".join(delta.get("content") or "" for delta in deltas) == choice["message"]["content"]
-
-
-def test_tools_are_refused_where_nothing_would_parse_them(start):
-    server = start(echoing)
-    status, error = server.post(PATHS["chat"], messages=user("x"), tools=TOOLS)
-    assert (status, error["error"]["param"]) == (400, "tools")
-    status, error = server.post(PATHS["chat"], messages=user("x"), tools=TOOLS, tool_choice="required")
-    assert (status, error["error"]["param"]) == (400, "tool_choice")
-    assert server.chat("x", tools=TOOLS, tool_choice="none")["choices"][0]["message"]["content"] == "X"
 
 
 def test_k68_k69_requests_leave_the_servers_settings_alone(start):

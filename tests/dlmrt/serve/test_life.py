@@ -211,6 +211,22 @@ def test_k51_slow_large_and_deep_bodies(start):
     assert server.chat("still here")["choices"][0]["message"]["content"] == "STILL HERE"
 
 
+def test_k51_heads_that_do_not_come_are_not_waited_for(start):
+    """A silent connection, half a head, and half a head after an answer."""
+    server = start(echoing, body=BodyLimits(timeout_s=0.5))
+    half = b"POST " + CHAT.encode() + b" HTTP/1.1\r\nhost: x"
+    for first in (b"", half, b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"):
+        connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)
+        connection.sendall(first)
+        if first.startswith(b"GET"):
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(half)
+        while connection.recv(4096):
+            pass  # until the server closes it
+        connection.close()
+    assert server.chat("still here")["choices"][0]["message"]["content"] == "STILL HERE"
+
+
 def test_expect_continue_is_not_asked_for_a_body_that_is_too_large(start):
     server = start(echoing, body=BodyLimits(max_bytes=1000))
     connection = socket.create_connection(("127.0.0.1", server.port), timeout=WAIT_S)

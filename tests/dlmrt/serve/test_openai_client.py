@@ -5,7 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from dlmrt.testing import END, encode_bytes, peaked, scripted_engine
+from dlmrt.decode.engine import Engine
+from dlmrt.testing import END, ScriptedDenoiser, byte_codec, encode_bytes, peaked, scripted_engine, tiny_config
 
 from .conftest import echoing, endless, user
 
@@ -182,3 +183,15 @@ def test_template_options_are_honoured_or_refused(connect):
     for options in ({"chat_template_kwargs": {"thinking": True}}, {"reasoning_effort": "low"}):
         with pytest.raises(openai.BadRequestError, match="does not read"):
             client.chat.completions.create(model="tiny", messages=user("x"), extra_body=options)
+
+
+def test_two_names_of_one_switch(start):
+    """DFlash's client sends both with `--reasoning high`; a template reads one of them."""
+    template = "{{ reasoning_effort }}{{ enable_thinking }}{{ messages[-1].content }}"
+    denoiser = ScriptedDenoiser(echoing)
+    server = start(Engine(denoiser, tiny_config(), byte_codec(template=template)))
+    both = {"enable_thinking": True, "reasoning_effort": "high", "reasoning_strength": "high"}
+    server.chat("x", chat_template_kwargs=both, max_tokens=2)
+    assert bytes(denoiser.extended[0].tolist()) == b"highTruex"
+    status, error = server.post("/v1/chat/completions", messages=user("x"), chat_template_kwargs={"effort": 1})
+    assert status == 400 and "does not read 'effort'" in error["error"]["message"]

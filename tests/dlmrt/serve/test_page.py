@@ -63,6 +63,7 @@ def test_the_canvas_changes_and_can_be_replayed(page, tmp_path):
     assert any(row[2] for row in seen) and any(row[3] for row in seen)  # new and edited positions are marked
     shades = page.run("new Set([...document.querySelectorAll('#lane-A .slot')].map(s => s.dataset.sure)).size")
     assert shades > 1  # certainty as shade
+    assert page.run("document.getElementById('at').getAttribute('aria-valuetext')").startswith("block 3, step ")
     shot = tmp_path / "page.png"
     page.screenshot(shot)
     assert shot.stat().st_size > 10_000
@@ -84,8 +85,36 @@ def test_a_race_shows_both_and_names_the_faster_one(page):
     assert page.complaints == []
 
 
+def test_an_example_is_there_and_typing_replaces_it(page):
+    prompt = "document.getElementById('prompt').value"
+    first = page.run(prompt)
+    assert first.endswith("?") and page.run("document.querySelectorAll('.lane').length") == 1
+    page.run("document.getElementById('example').click()")
+    assert page.run(prompt) not in ("", first)
+    page.run("document.getElementById('prompt').select()")
+    page.type("mine")
+    assert page.run(prompt) == "mine"
+    names = page.run(
+        "[...document.querySelectorAll('button, input, select, textarea')].filter(e => e.offsetParent !== null)"
+        ".map(e => e.ariaLabel || e.labels?.[0]?.textContent || e.textContent)"
+    )
+    assert all(names), names  # every control has a name for a screen reader
+
+
+def test_a_race_waits_where_motion_is_not_wanted(page):
+    page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-reduced-motion", "value": "reduce"}])
+    page.run("document.getElementById('race').click()")
+    page.run("document.getElementById('run').click()")
+    page.wait_for(DONE)
+    at, last, label = page.run(
+        "(() => { const at = document.getElementById('at');"
+        "return [at.value, at.max, document.getElementById('play').textContent]; })()"
+    )
+    assert (at, label) == (last, "Play")
+
+
 def test_errors_are_shown_and_a_phone_sees_everything(page):
-    page.resize(390, 844, is_mobile=True)
+    page.resize(320, 700, is_mobile=True)
     page.type("x")
     page.run("document.querySelector('#settings-A [name=max_tokens]').value = '100000'")
     page.run("document.getElementById('run').click()")

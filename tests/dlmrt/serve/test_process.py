@@ -110,6 +110,24 @@ def test_k50_a_load_that_fails_ends_the_process(tiny_model, spawn):
     assert stderr == "error: loading failed because DLMRT_FAULT asks for it; unset it\n"
 
 
+def test_k38_a_step_that_hangs_ends_the_process(tiny_model, spawn):
+    """The client gets an error, whoever waits is refused, and a supervisor sees status 1."""
+    child = spawn(
+        tiny_model, "--port", 0, "--request-timeout", 0.5, "--step-timeout", 0.5, "--no-graphs",
+        DLMRT_TESTING="1", DLMRT_FAULT="slow_step=1000",
+    )  # fmt: skip
+    port = json.loads(child.stdout.readline())["port"]
+    wait_until(lambda: get(port, "/health")[0] == 200)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WAIT_S)
+    connection.request("POST", "/v1/chat/completions", json.dumps({"messages": user("x")}))
+    response = connection.getresponse()
+    assert (response.status, json.loads(response.read())["error"]["code"]) == (503, "stuck")
+    _, stderr = child.communicate(timeout=WAIT_S)
+    assert child.returncode == 1
+    assert stderr.endswith("error: a step of the model does not end after 0.5 s; check the device\n")
+    assert "no executor here captures CUDA graphs" in stderr
+
+
 def test_interrupt_while_loading(tiny_model, spawn):
     child = spawn(tiny_model, "--port", 0, "--host", "127.0.0.1", DLMRT_TESTING="1", DLMRT_FAULT="slow_load=1000")
     assert json.loads(child.stdout.readline())["event"] == "listening"
@@ -130,6 +148,10 @@ def test_interrupt_while_loading(tiny_model, spawn):
         (["--diffusion-config", '{"treshold": 1}'], {}, "did you mean"),
         (["--dllm-algorithm", "LowConfidence", "--commit-rule", "steps"], {}, "disagree"),
         (["--root-path", "x"], {}, "slash"),
+        (["--max-model-len", "1000000"], {}, "--max-model-len 1000000 does not fit this model; it can be 32"),
+        (["--generation-config", "vllm"], {}, "--max-tokens"),
+        (["--generation-config", "no-such-file"], {}, "nor a folder"),
+        (["--quantization", "fp8"], {}, "this checkpoint's is none; leave the option out"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -1,4 +1,4 @@
-"""The sandbox judges hostile programs in time and leaves nothing behind."""
+"""The sandbox judges hostile programs in time and leaves nothing behind (K65)."""
 
 import json
 import os

@@ -31,12 +31,15 @@ Source source_of(nb::handle item) {
   return s;
 }
 
-std::shared_ptr<PackedWeight> pack_weight(Pool& pool, const nb::list& sources, int dtype, int group, int64_t n,
-                                          int64_t k) {
+std::shared_ptr<PackedWeight> empty_weight(int dtype, int group, int64_t n, int64_t k, int64_t count) {
+  return std::make_shared<PackedWeight>(static_cast<DType>(dtype), group, n, k, count);
+}
+
+void fill_weight(PackedWeight& weight, Pool& pool, int64_t index, const nb::list& sources) {
   std::vector<Source> list;
   for (nb::handle item : sources) list.push_back(source_of(item));
   const nb::gil_scoped_release release;
-  return std::make_shared<PackedWeight>(pool, list, static_cast<DType>(dtype), group, n, k);
+  weight.fill(pool, index, list);
 }
 
 Fields fields_of(const std::string& op, const nb::dict& operands, const nb::dict& attributes) {
@@ -80,9 +83,11 @@ NB_MODULE(_native, m) {
   });
   m.def("operand_bytes",
         [](int dtype, int64_t rows, int64_t width) { return operand_bytes(static_cast<DType>(dtype), rows, width); });
-  m.def("weight_bytes", [](int dtype, int group, int64_t n, int64_t k) {
-    return PackedWeight::num_bytes(static_cast<DType>(dtype), group, n, k);
+  m.def("weight_bytes", [](int dtype, int group, int64_t n, int64_t k, int64_t count) {
+    return PackedWeight::num_bytes(static_cast<DType>(dtype), group, n, k, count);
   });
+  m.def("expert_runs_bytes", &expert_runs_bytes);
+  m.def("expert_rows", &expert_rows);
   m.def("kv_page_bytes", [](int dtype, int page_size, int num_kv_heads, int head_dim) {
     return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr, nullptr});
   });
@@ -91,7 +96,8 @@ NB_MODULE(_native, m) {
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>()).def_prop_ro("size", &Pool::size);
   nb::class_<PackedWeight>(m, "PackedWeight");
-  m.def("pack_weight", &pack_weight);
+  m.def("empty_weight", &empty_weight);
+  m.def("fill_weight", &fill_weight);
   nb::class_<Ring>(m, "Ring")
       .def(nb::init<int, int64_t>())
       .def("reset", &Ring::reset)

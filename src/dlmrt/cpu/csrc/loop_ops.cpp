@@ -27,11 +27,14 @@ bool is_set(const int32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED
 
 bool contains(const uint32_t* bits, int32_t id) { return bits[id / 32] >> (id % 32) & 1; }
 
-// Positions that a committed row at `position` sees, when `end` positions exist.
-int32_t committed_visible(int32_t position, int64_t block, int32_t end) {
+// Positions that a committed row at `position` sees, when `end` positions exist and blocks start at `grid`.
+int32_t committed_visible(int32_t position, int64_t block, int64_t grid, int32_t end) {
   if (block == 0) return position + 1;
-  return static_cast<int32_t>(std::min<int64_t>(end, (position / block + 1) * block));
+  if (position < grid) return static_cast<int32_t>(std::min<int64_t>(end, grid));
+  return static_cast<int32_t>(std::min<int64_t>(end, ((position - grid) / block + 1) * block + grid));
 }
+// Where the first whole block starts: the prefill ends where a block does.
+int64_t grid_of(int32_t num_prefill, int64_t block) { return block ? num_prefill % block : 0; }
 
 // What open slots hold: the mask, or fresh ids of the noise stream.
 class Noise {
@@ -91,11 +94,12 @@ std::unique_ptr<Op> prefill_chunk(const Fields& f) {
                num_prefill = f.get<int32_t>("num_prefill"), rows = f.get<int32_t>("chunk_rows"),
                ids = f.get<int32_t>("ids"), positions = f.get<int32_t>("positions"),
                visible = f.get<int32_t>("visible"), chunk = f.integer("chunk"), block = f.integer("block")] {
-    *rows = static_cast<int32_t>(std::min<int64_t>(chunk, *num_prefill - *context));
+    const int64_t grid = grid_of(*num_prefill, block), size = *context == 0 && grid ? chunk - block + grid : chunk;
+    *rows = static_cast<int32_t>(std::min<int64_t>(size, *num_prefill - *context));
     for (int32_t i = 0; i < *rows; i++) {
       ids[i] = prompt[*context + i];
       positions[i] = *context + i;
-      visible[i] = committed_visible(positions[i], block, *context + *rows);
+      visible[i] = committed_visible(positions[i], block, grid, *context + *rows);
     }
   });
 }
@@ -116,7 +120,7 @@ std::unique_ptr<Op> start_block(const Fields& f) {
     Noise noise;
     int64_t length, block;
     bool is_causal;
-    const int32_t *prompt, *num_prompt, *num_pinned, *context, *block_idx, *cancel;
+    const int32_t *prompt, *num_prompt, *num_prefill, *num_pinned, *context, *block_idx, *cancel;
     int32_t *canvas, *answer;
     uint8_t *is_open, *is_free;
     int32_t *positions, *visible, *commit_visible, *step, *num_full_steps, *num_repeats, *num_settled, *has_residual,
@@ -129,6 +133,7 @@ std::unique_ptr<Op> start_block(const Fields& f) {
                    f.integer("is_causal") != 0,
                    get("prompt"),
                    get("num_prompt"),
+                   get("num_prefill"),
                    get("num_pinned"),
                    get("context"),
                    get("block_idx"),
@@ -156,7 +161,7 @@ std::unique_ptr<Op> start_block(const Fields& f) {
       o.is_open[i] = o.is_free[i] = !is_pinned;
       o.positions[i] = *o.context + static_cast<int32_t>(i);
       o.visible[i] = o.is_causal ? o.positions[i] + 1 : end;
-      o.commit_visible[i] = committed_visible(o.positions[i], o.block, end);
+      o.commit_visible[i] = committed_visible(o.positions[i], o.block, grid_of(*o.num_prefill, o.block), end);
     }
     *o.step = *o.num_full_steps = *o.num_repeats = *o.has_residual = *o.is_done = 0;
     *o.num_settled = *o.num_pinned;

@@ -85,6 +85,7 @@ class Count {
 
 // Null for a name that is not theirs.
 std::unique_ptr<Op> make_tensor_op(const Fields& fields);
+std::unique_ptr<Op> make_moe_op(const Fields& fields);
 std::unique_ptr<Op> make_predict_op(const Fields& fields);
 std::unique_ptr<Op> make_loop_op(const Fields& fields);
 

@@ -56,6 +56,7 @@ class HeadStats : public Op {
   explicit HeadStats(const Fields& f) : weight_(f.weight("weight")), rows_(f), args_{} {
     args_.weight = weight_->view();
     args_.input = {f.dtype("operand"), 0, args_.weight.k, f.get<void>("cells"), f.find<float>("scales")};
+    args_.softcap = f.has("softcap") ? static_cast<float>(f.number("softcap")) : 0.f;
     args_.temperature = f.get<float>("temperature");
     args_.banned = f.get<uint32_t>("banned");
     args_.gumbel = f.find<GumbelKey>("keys");

@@ -5,6 +5,7 @@ namespace dlmrt::cpu {
 
 void Runner::add(const Fields& fields) {
   std::unique_ptr<Op> op = make_tensor_op(fields);
+  if (!op) op = make_moe_op(fields);
   if (!op) op = make_predict_op(fields);
   if (!op) op = make_loop_op(fields);
   if (!op) throw std::invalid_argument("the native runner has no operation '" + fields.op + "'");

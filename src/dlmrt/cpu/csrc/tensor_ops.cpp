@@ -19,7 +19,7 @@ class Embed : public Op {
  public:
   explicit Embed(const Fields& f)
       : rows_(f), args_{f.dtype("table_dtype"), f.get<void>("table"), f.get<int32_t>("ids"), 0,
-                        f.integer("width"),     f.get<float>("x")} {}
+                        f.integer("width"),     f.get<float>("x"),   f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.embed(args_, r); });
@@ -34,7 +34,7 @@ class RmsNorm : public Op {
  public:
   explicit RmsNorm(const Fields& f) : rows_(f), args_{} {
     args_.x = f.get<float>("x");
-    args_.weight = f.get<float>("weight");
+    args_.weight = f.find<float>("weight");
     args_.eps = static_cast<float>(f.number("eps"));
     args_.width = f.integer("width");
     args_.out_rows = f.find<float>("y");
@@ -83,21 +83,52 @@ class Linear : public Op {
   LinearArgs args_;
 };
 
-class SiluMul : public Op {
+// silu_mul or gelu_mul
+class GatedProduct : public Op {
  public:
-  explicit SiluMul(const Fields& f) : rows_(f) {
+  explicit GatedProduct(const Fields& f) : rows_(f), is_gelu_(f.op == "gelu_mul") {
     const int64_t width = f.integer("width");
     float* gate = f.get<float>("gate_up");
     args_ = {gate, gate + width, 2 * width, 0, operand(f, width)};
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.silu_mul(args_, r); });
+    const auto kernel = is_gelu_ ? c.kernels.gelu_mul : c.kernels.silu_mul;
+    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { kernel(args_, r); });
   }
 
  private:
   Count rows_;
+  bool is_gelu_;
   SiluMulArgs args_;
+};
+
+class Scale : public Op {
+ public:
+  explicit Scale(const Fields& f)
+      : rows_(f), args_{f.get<float>("x"), f.get<float>("factor"), 0, f.integer("width")} {}
+  void run(const Context& c) override {
+    args_.rows = rows_();
+    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scale(args_, r); });
+  }
+
+ private:
+  Count rows_;
+  ScaleArgs args_;
+};
+
+class SoftCap : public Op {
+ public:
+  explicit SoftCap(const Fields& f)
+      : rows_(f), args_{f.get<float>("x"), static_cast<float>(f.number("cap")), 0, f.integer("width")} {}
+  void run(const Context& c) override {
+    args_.rows = rows_();
+    c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.soft_cap(args_, r); });
+  }
+
+ private:
+  Count rows_;
+  SoftCapArgs args_;
 };
 
 class ScaledAdd : public Op {
@@ -134,7 +165,11 @@ class QkNormRopeStore : public Op {
     args_.cache = cache_of(f);
     args_.qkv = f.get<float>("qkv");
     args_.num_heads = static_cast<int32_t>(f.integer("num_heads"));
-    args_.ld = (args_.num_heads + 2 * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
+    args_.is_v_from_k = f.has("is_v_from_k") && f.integer("is_v_from_k");
+    args_.is_v_normed = f.has("is_v_normed") && f.integer("is_v_normed");
+    args_.scale = f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f;
+    const int32_t kv = args_.is_v_from_k ? 1 : 2;
+    args_.ld = (args_.num_heads + kv * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
     args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim"));
     args_.q_norm = f.get<float>("q_norm");
     args_.k_norm = f.get<float>("k_norm");
@@ -162,6 +197,7 @@ class Attention : public Op {
     args_.num_heads = static_cast<int32_t>(f.integer("num_heads"));
     args_.chunk = static_cast<int32_t>(f.integer("chunk"));
     args_.visible = f.get<int32_t>("visible");
+    args_.first = f.find<int32_t>("first");
     args_.out = f.get<float>("y");
     args_.ld_out = args_.num_heads * int64_t{args_.cache.head_dim};
   }
@@ -175,6 +211,30 @@ class Attention : public Op {
  private:
   Count rows_;
   AttentionArgs args_;
+};
+
+// First position that a row sees through a window: it counts itself, or with is_shared the whole canvas, as one.
+class WindowStart : public Op {
+ public:
+  explicit WindowStart(const Fields& f)
+      : rows_(f),
+        positions_(f.get<int32_t>("positions")),
+        first_(f.get<int32_t>("first")),
+        window_(static_cast<int32_t>(f.integer("window"))),
+        is_shared_(f.integer("is_shared") != 0) {}
+  void run(const Context&) override {
+    for (int64_t m = 0; m < rows_(); m++) {
+      const int32_t last = positions_[is_shared_ ? 0 : m] - window_ + 1;
+      first_[m] = last > 0 ? last : 0;
+    }
+  }
+
+ private:
+  Count rows_;
+  const int32_t* positions_;
+  int32_t* first_;
+  int32_t window_;
+  bool is_shared_;
 };
 
 // Final hidden states of committed rows, by position.
@@ -211,7 +271,8 @@ class Shift : public Op {
         width_(f.integer("width")) {}
   void run(const Context&) override {
     const size_t row = static_cast<size_t>(width_) * sizeof(float);
-    std::memcpy(y_, cache_ + (*context_ - 1) * width_, row);
+    // Slot 0 of the whole sequence has no row before it: it is the prompt's, so what it reads is not used.
+    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : hidden_, row);
     if (rows_() > 1) std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
   }
 
@@ -245,7 +306,10 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "rms_norm") return std::make_unique<RmsNorm>(f);
   if (f.op == "quantize_rows") return std::make_unique<QuantizeRows>(f);
   if (f.op == "linear") return std::make_unique<Linear>(f);
-  if (f.op == "silu_mul") return std::make_unique<SiluMul>(f);
+  if (f.op == "silu_mul" || f.op == "gelu_mul") return std::make_unique<GatedProduct>(f);
+  if (f.op == "scale") return std::make_unique<Scale>(f);
+  if (f.op == "soft_cap") return std::make_unique<SoftCap>(f);
+  if (f.op == "window_start") return std::make_unique<WindowStart>(f);
   if (f.op == "scaled_add") return std::make_unique<ScaledAdd>(f);
   if (f.op == "qk_norm_rope_store") return std::make_unique<QkNormRopeStore>(f);
   if (f.op == "attention") return std::make_unique<Attention>(f);

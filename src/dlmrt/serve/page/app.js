@@ -4,6 +4,14 @@ import { CanvasView, Recording } from "./canvas.js";
 
 const $ = (id) => document.getElementById(id);
 const NAMES = ["A", "B"];
+const LABELS = { commit_rule: "rule", threshold: "threshold", max_denoising_steps: "steps a block", temperature: "temperature",
+  seed: "seed", max_tokens: "tokens at the most" };
+const EXAMPLES = [
+  "A cake has 60 servings. If Emma can eat 4 servings a day while Liam can eat 2 times as much, how many days will the cake last?",
+  "There are 7 girls in the garden. If there are 3 times the number of boys in the garden, how many kids are in the garden?",
+  "A loaf of bread at the market costs $7. Croissants cost $1 each. How much more do 3 loaves of bread cost than 8 croissants?",
+  "State the final answer to the following arithmetic problem: 41 - 16 + 27 =",
+];
 const NUMBERS = ["threshold", "max_denoising_steps", "temperature", "seed", "max_tokens"];
 
 let model = null;
@@ -42,7 +50,9 @@ function layOut() {
 }
 
 function describe(settings) {
-  const words = Object.entries(settings).map(([key, value]) => `${key.replace("commit_rule", "rule")} ${value}`);
+  const counted = (key) => /^(max_denoising_steps|max_tokens)$/.test(key);
+  const words = Object.entries(settings).map(([key, value]) =>
+    (counted(key) ? `${value} ${LABELS[key]}` : `${LABELS[key]} ${value}`));
   return words.join(", ") || "The model\u2019s own settings";
 }
 
@@ -117,7 +127,8 @@ function show(lane, k, seconds) {
       tokens: usage.completion_tokens, edits: usage.num_edits, forwards: usage.num_forwards,
       tpf: usage.tpf_total.toFixed(2), rate: Math.round(usage.tokens_per_second), seconds: usage.total_s,
     });
-    root.querySelector(".effect").textContent = JSON.stringify(usage.settings, null, 1).replaceAll("\n", "");
+    const effect = Object.entries(usage.settings).map(([key, value]) => `${key} ${JSON.stringify(value)}`);
+    root.querySelector(".effect").textContent = effect.join(", ");
   }
   stats.seconds = stats.seconds.toFixed(stats.seconds < 10 ? 3 : 1);
   for (const [name, value] of Object.entries(stats)) root.querySelector(`[data-stat=${name}]`).textContent = value;
@@ -164,6 +175,11 @@ function prepareReplay() {
 }
 
 function seek() {
+  seekTo();
+  $("at").setAttribute("aria-valuetext", $("where").textContent);
+}
+
+function seekTo() {
   const at = Number($("at").value);
   if (lanes.length > 1) {
     const seconds = (at / MARKS) * raceSeconds();
@@ -213,6 +229,7 @@ async function run() {
   for (const id of ["problem", "verdict", "scrub"]) $(id).hidden = true;
   makeLanes();
   $("lanes").scrollIntoView({ block: "nearest" });
+  $("lanes").setAttribute("aria-busy", "true");
   $("run").disabled = true;
   $("stop").disabled = false;
   try {
@@ -225,10 +242,12 @@ async function run() {
     }
   } finally {
     running = null;
+    $("lanes").setAttribute("aria-busy", "false");
     $("run").disabled = false;
     $("stop").disabled = true;
     prepareReplay();
-    if (lanes.length > 1 && !$("scrub").hidden) {
+    const isCalm = matchMedia("(prefers-reduced-motion: reduce)").matches;
+    if (lanes.length > 1 && !$("scrub").hidden && !isCalm) {
       $("at").value = 0;
       play();
     }
@@ -246,7 +265,7 @@ async function findModel() {
     [model] = (await response.json()).data;
     if (model.diffusion) {
       const { noise, settings } = model.diffusion;
-      $("model").textContent = `${model.id} \u00b7 ${noise} noise, canvas of ${settings.canvas_length}, ${settings.commit_rule}`;
+      $("model").textContent = `${model.id} \u00b7 ${noise} noise, canvas of ${settings.canvas_length}, rule ${settings.commit_rule}`;
       return;
     }
     $("model").textContent = `${model.id} is loading\u2026`;
@@ -265,13 +284,21 @@ function switchTheme() {
 addSettings("A", {});
 addSettings("B", { commit_rule: "steps" });
 layOut();
+makeLanes();
+if ($("prompt").value === "") $("prompt").value = EXAMPLES[0];
+$("prompt").select();
 findModel();
 $("form").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
+$("example").addEventListener("click", () => {
+  const prompt = $("prompt");
+  prompt.value = EXAMPLES[(EXAMPLES.indexOf(prompt.value) + 1) % EXAMPLES.length];
+});
 $("race").addEventListener("change", () => {
   layOut();
+  if (running === null && lanes.every((lane) => lane.recording.usage === null)) makeLanes();
   if (isRace()) $("settings-box").open = true;
 });
 $("stop").addEventListener("click", () => running?.abort());

@@ -9,6 +9,7 @@
 #include "dispatch.hpp"
 #include "pack.hpp"
 #include "pool.hpp"
+#include "route.hpp"
 
 using namespace dlmrt::cpu;
 
@@ -91,9 +92,31 @@ EXPORT void dlmrt_linear(const char* isa, const LinearArgs* t, int threads) {
 ROWS(rms_norm, RmsNormArgs)
 ROWS(quantize_rows, QuantizeArgs)
 ROWS(silu_mul, SiluMulArgs)
+ROWS(gelu_mul, SiluMulArgs)
+ROWS(scale, ScaleArgs)
+ROWS(soft_cap, SoftCapArgs)
+ROWS(combine, CombineArgs)
 ROWS(scaled_add, ScaledAddArgs)
 ROWS(qk_norm_rope_store, QkvArgs)
 ROWS(embed, EmbedArgs)
+EXPORT void dlmrt_expert_linear(const char* isa, const ExpertLinearArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, t->runs->count * num_panels(t->weight.n), weight_scratch_bytes(t->weight),
+         [&](Range r, void* s) { k.expert_linear(*t, r, s); });
+}
+// Routing is the same code on every machine; the name is not read.
+EXPORT void dlmrt_route_sigmoid(const char*, const RouteSigmoidArgs* t, int threads) {
+  spread(threads, ceil_div(t->rows, t->block_length), route_scratch_bytes(t->experts, t->block_length),
+         [&](Range r, void* s) { route_sigmoid(*t, r, s); });
+}
+EXPORT void dlmrt_route_softmax(const char*, const RouteSoftmaxArgs* t, int threads) {
+  spread(threads, t->rows, route_scratch_bytes(t->experts, 1), [&](Range r, void* s) { route_softmax(*t, r, s); });
+}
+EXPORT void dlmrt_group_choices(const char*, const GroupArgs* t, int) { group_choices(*t); }
+EXPORT void dlmrt_gather_rows(const char*, const GatherArgs* t, int threads) {
+  spread(threads, t->choices, 0, [&](Range r, void*) { gather_rows(*t, r); });
+}
+EXPORT int64_t dlmrt_expert_rows(int64_t choices, int64_t experts) { return expert_rows(choices, experts); }
 EXPORT void dlmrt_attention(const char* isa, const AttentionArgs* t, int threads) {
   const KernelTable& k = select_kernels(isa);
   spread(threads, attention_units(*t), attention_scratch_bytes(*t), [&](Range r, void* s) { k.attention(*t, r, s); });

@@ -121,13 +121,14 @@ class KvCache(C.Structure):
 
 class QkvArgs(C.Structure):
     _fields_ = _fields(
-        "qkv:p ld:l rows:l num_heads:i rotary_dim:i q_norm:p k_norm:p eps:f cos:p sin:p positions:p q:p cache:K",
+        "qkv:p ld:l rows:l num_heads:i rotary_dim:i q_norm:p k_norm:p eps:f cos:p sin:p positions:p q:p cache:K "
+        "scale:f is_v_normed:i is_v_from_k:i",
         K=KvCache,
     )
 
 
 class AttentionArgs(C.Structure):
-    _fields_ = _fields("q:p cache:K rows:l num_heads:i chunk:i visible:p out:p ld_out:l", K=KvCache)
+    _fields_ = _fields("q:p cache:K rows:l num_heads:i chunk:i visible:p out:p ld_out:l first:p", K=KvCache)
 
 
 class HeadPartials(C.Structure):
@@ -157,7 +158,44 @@ class HeadMergeArgs(C.Structure):
 
 
 class EmbedArgs(C.Structure):
-    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p")
+    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f")
+
+
+class ScaleArgs(C.Structure):
+    _fields_ = _fields("x:p factor:p rows:l width:l")
+
+
+class SoftCapArgs(C.Structure):
+    _fields_ = _fields("x:p cap:f rows:l width:l")
+
+
+class ExpertLinearArgs(C.Structure):
+    _fields_ = _fields(
+        "weight:W panel_stride:l scale_stride:l sum_stride:l input:O runs:p out:p ld_out:l", W=Weight, O=Operand
+    )
+
+
+class CombineArgs(C.Structure):
+    _fields_ = _fields("x:p place:p weights:p rows:l choices:l width:l y:p")
+
+
+class RouteSigmoidArgs(C.Structure):
+    _fields_ = _fields(
+        "logits:p bias:p rows:l experts:l choices:l groups:i kept_groups:i capacity:i block_length:i factor:f "
+        "chosen:p weights:p"
+    )
+
+
+class RouteSoftmaxArgs(C.Structure):
+    _fields_ = _fields("logits:p expert_scale:p rows:l experts:l choices:l factor:f chosen:p weights:p")
+
+
+class GroupArgs(C.Structure):
+    _fields_ = _fields("chosen:p rows:l experts:l choices:l runs:p place:p")
+
+
+class GatherArgs(C.Structure):
+    _fields_ = _fields("source:O target:O choices:l place:p", O=Operand)
 
 
 class ProbabilitiesArgs(C.Structure):

@@ -41,6 +41,9 @@ class Layer:
     num_pages: int = 6
     rotary_dim: int | None = None
     has_norm: bool = True
+    scale: float = 0.0
+    is_v_normed: bool = False
+    is_v_from_k: bool = False
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(1)
@@ -58,7 +61,7 @@ class Layer:
 
     @property
     def width(self) -> int:
-        return (self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return (self.num_heads + (2 - self.is_v_from_k) * self.num_kv_heads) * self.head_dim
 
     def rounded(self, x: Array) -> Array:
         return round_bf16(x).astype(np.float64) if self.dtype == BF16 else x.astype(np.float64)
@@ -67,13 +70,17 @@ class Layer:
         """Stores keys and values of the float64 copy; returns scaled q [M, heads, H]."""
         heads = qkv.astype(np.float64).reshape(len(qkv), -1, self.head_dim)
         q, k, v = np.split(heads, [self.num_heads, self.num_heads + self.num_kv_heads], axis=1)
+        if self.is_v_from_k:
+            v = k
+        if self.is_v_normed:
+            v = v / np.sqrt((v**2).mean(-1, keepdims=True) + EPS)
         if self.has_norm:
             q, k = (
                 t / np.sqrt((t**2).mean(-1, keepdims=True) + EPS) * w for t, w in ((q, self.q_norm), (k, self.k_norm))
             )
         q, k = (self.rotate(t, positions) for t in (q, k))
         self.keys[positions], self.values[positions] = self.rounded(k), self.rounded(v)
-        return self.rounded(q / np.sqrt(self.head_dim))
+        return self.rounded(q * (self.scale or self.head_dim**-0.5))
 
     def rotate(self, x: Array, positions: Array) -> Array:
         assert self.rotary_dim is not None
@@ -90,7 +97,7 @@ class Layer:
         norms = (ptr(self.q_norm), ptr(self.k_norm)) if self.has_norm else (None, None)
         args = QkvArgs(
             ptr(qkv), qkv.shape[1], m, self.num_heads, self.rotary_dim, *norms, EPS, ptr(self.cos), ptr(self.sin),
-            ptr(positions), ptr(memory), self.cache,
+            ptr(positions), ptr(memory), self.cache, self.scale, self.is_v_normed, self.is_v_from_k,
         )  # fmt: skip
         call("qk_norm_rope_store", isa, args, threads)
         per_head.cells = memory
@@ -103,23 +110,28 @@ class Layer:
         part.cells = q.cells[kv_head * size : (kv_head + 1) * size]
         return part.values().reshape(-1, self.num_heads // self.num_kv_heads, self.head_dim)
 
-    def attend(self, isa: str, q: Rows, visible: Array, threads: int = 1, chunk: int = 256) -> Array:
+    def attend(
+        self, isa: str, q: Rows, visible: Array, threads: int = 1, chunk: int = 256, first: Array | None = None
+    ) -> Array:
         m = len(visible)
         out = np.full((m, self.num_heads * self.head_dim + 3), 7.0, np.float32)
-        args = AttentionArgs(ptr(q.cells), self.cache, m, self.num_heads, chunk, ptr(visible), ptr(out), out.shape[1])
+        args = AttentionArgs(
+            ptr(q.cells), self.cache, m, self.num_heads, chunk, ptr(visible), ptr(out), out.shape[1], ptr(first)
+        )
         call("attention", isa, args, threads)
         assert (out[:, -3:] == 7.0).all()
         return out[:, :-3].copy()
 
-    def softmax(self, q: Array, visible: Array) -> Array:
+    def softmax(self, q: Array, visible: Array, first: Array | None = None) -> Array:
         """float64 attention [M, heads * H]."""
         out = np.zeros(q.shape)
         for m, n in enumerate(visible):
+            seen = slice(0 if first is None else first[m], n)
             for h in range(self.num_heads):
                 g = h // (self.num_heads // self.num_kv_heads)
-                s = self.keys[:n, g] @ q[m, h]
+                s = self.keys[seen, g] @ q[m, h]
                 p = np.exp(s - s.max(initial=-np.inf))
-                out[m, h] = p @ self.values[:n, g] / max(p.sum(), 1e-300)
+                out[m, h] = p @ self.values[seen, g] / max(p.sum(), 1e-300)
         return out.reshape(len(q), -1)
 
 
@@ -192,6 +204,40 @@ def test_rows_have_their_own_length(isa: str, dtype: int, chunk: int) -> None:
     for i in range(17):
         alone = layer.project(isa, qkv[i : i + 1], positions[i : i + 1])
         assert (layer.attend(isa, alone, visible[i : i + 1].copy(), 1, chunk) == out[i]).all(), i
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("is_v_from_k", [False, True])
+def test_unscaled_heads_with_normed_values(isa: str, dtype: int, is_v_from_k: bool) -> None:
+    layer = Layer(dtype, 4, 2, 40, scale=1.0, is_v_normed=True, is_v_from_k=is_v_from_k)
+    qkv, positions = filled(layer, 30, 5)
+    expected = layer.reference(qkv, positions)
+    q, visible = layer.project(isa, qkv, positions, 2), np.full(5, 35, np.int32)
+    limit = TOLERANCE[dtype] * (1 if dtype == F32 else 3)
+    np.testing.assert_allclose(layer.attend(isa, q, visible), layer.softmax(expected, visible), atol=limit)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("chunk", [64, 256])
+@pytest.mark.parametrize("window", [1, 5, 16, 33, 100])
+def test_rows_see_a_window(isa: str, dtype: int, chunk: int, window: int) -> None:
+    """First visible positions that rise row by row, over chunk bounds; a row equals itself alone, bit for bit."""
+    layer = Layer(dtype, 4, 2, 40)
+    qkv, positions = filled(layer, 121, 17)
+    expected = layer.reference(qkv, positions)
+    q, visible = layer.project(isa, qkv, positions), positions + 1
+    first = np.maximum(positions - window + 1, 0).astype(np.int32)
+    out = layer.attend(isa, q, visible, 2, chunk, first)
+    np.testing.assert_allclose(out, layer.softmax(expected, visible, first), atol=TOLERANCE[dtype])
+    for i in range(0, 17, 3):
+        alone = layer.project(isa, qkv[i : i + 1], positions[i : i + 1])
+        one = slice(i, i + 1)
+        assert (layer.attend(isa, alone, visible[one].copy(), 1, chunk, first[one].copy()) == out[i]).all(), i
+    shared = np.full(17, 90, np.int32)  # a canvas: one first position for all rows
+    end = np.full(17, 138, np.int32)
+    out = layer.attend(isa, q, end, 3, chunk, shared)
+    np.testing.assert_allclose(out, layer.softmax(expected, end, shared), atol=TOLERANCE[dtype])
+    assert (layer.attend(isa, q, visible, 1, chunk, np.zeros(17, np.int32)) == layer.attend(isa, q, visible, 1, chunk)).all()
 
 
 def test_blind_rows_are_zero(isa: str) -> None:

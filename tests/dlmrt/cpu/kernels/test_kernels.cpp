@@ -143,9 +143,11 @@ struct Forward {
       positions.get()[i] = kContext + i, visible.get()[i] = i % 3 ? kContext + kM : kContext + i;
     const QkvArgs split{qkv.get(),       m.qkv.view.n,    kM,    kHeads,    kHeadDim,
                         head_norm.get(), head_norm.get(), 1e-6f, cos.get(), sin.get(),
-                        positions.get(), q.get(),         cache};
+                        positions.get(), q.get(),         cache, 0.f,       0,
+                        0};
     nodes(kM, [&](Range r, void*) { k.qk_norm_rope_store(split, r); });
-    const AttentionArgs attention{q.get(), cache, kM, kHeads, 64, visible.get(), attended.get(), kHeads * kHeadDim};
+    const AttentionArgs attention{q.get(), cache, kM, kHeads, 64, visible.get(), attended.get(), kHeads * kHeadDim,
+                                  nullptr};
     CHECK(attention_scratch_bytes(attention) <= 1 << 20);
     nodes(attention_units(attention), [&](Range r, void* s) { k.attention(attention, r, s); });
     const QuantizeArgs quantize{attended.get(), kHeads * kHeadDim, kM, operand(kHeads * kHeadDim)};

@@ -17,7 +17,9 @@ from native import (
     RmsNormArgs,
     Rows,
     ScaledAddArgs,
+    ScaleArgs,
     SiluMulArgs,
+    SoftCapArgs,
     call,
     operand,
     ptr,
@@ -95,6 +97,33 @@ def test_silu_mul(isa: str, dtype: int, width: int, rng: np.random.Generator) ->
     assert (work[:, width:] == both[:, width:]).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gelu_mul(isa: str, dtype: int, rng: np.random.Generator) -> None:
+    m, width = 9, 77
+    both = rng.standard_normal((m, 2 * width), dtype=np.float32) * 4
+    both[0, 0], both[1, 0], both[2, 0] = 300, -300, -9
+    gate, up = both[:, :width].astype(np.float64), both[:, width:].astype(np.float64)
+    expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    rows, work = Rows(dtype, m, width), both.copy()
+    call("gelu_mul", isa, SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, rows.operand), 2)
+    close(rows, expected)
+
+
+def test_scale_and_soft_cap(isa: str, rng: np.random.Generator) -> None:
+    x, factor = rng.standard_normal((5, 27), dtype=np.float32) * 40, np.array([0.3], np.float32)
+    scaled, capped = x.copy(), x.copy()
+    call("scale", isa, ScaleArgs(ptr(scaled), ptr(factor), 5, 27), 2)
+    assert (scaled == x * factor).all()
+    call("soft_cap", isa, SoftCapArgs(ptr(capped), 30.0, 5, 27), 3)
+    np.testing.assert_allclose(capped, 30 * np.tanh(x.astype(np.float64) / 30), atol=1e-5)
+
+
+def test_rms_norm_without_weight(isa: str, rng: np.random.Generator) -> None:
+    x, plain = rng.standard_normal((3, 40), dtype=np.float32), np.empty((3, 40), np.float32)
+    call("rms_norm", isa, RmsNormArgs(ptr(x), None, None, EPS, 3, 40, ptr(plain), Operand()))
+    np.testing.assert_allclose(plain, norm(x, np.ones(40, np.float32)), rtol=2e-5)
+
+
 def test_scaled_add_skips_rows(isa: str, rng: np.random.Generator) -> None:
     x, delta = rng.standard_normal((2, 5, 27), dtype=np.float32)
     where = np.array([1, 0, 1, 0, 0], np.uint8)
@@ -114,6 +143,8 @@ def test_embed(isa: str, width: int, rng: np.random.Generator) -> None:
         out = np.full((4, width), np.nan, np.float32)
         call("embed", isa, EmbedArgs(dtype, ptr(memory), ptr(ids), 4, width, ptr(out)), 3)
         assert (out == expected[ids]).all()
+        call("embed", isa, EmbedArgs(dtype, ptr(memory), ptr(ids), 4, width, ptr(out), 0.7), 2)
+        assert (out == expected[ids] * np.float32(0.7)).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -112,7 +112,7 @@ constexpr int64_t weight_scratch_bytes(const Weight& w) {
 struct RmsNormArgs {
   float* x;             // [M, width] the skip stream
   const float* delta;   // [M, width] or null
-  const float* weight;  // [width]
+  const float* weight;  // [width], null: 1
   float eps;
   int64_t rows, width;
   float* out_rows;  // [M, width] or null
@@ -127,7 +127,8 @@ struct QuantizeArgs {
   Operand out;
 };
 
-// silu(gate) * up as an operand; `gate` is overwritten with the product. width is out.width. Units: rows.
+// silu(gate) * up (silu_mul) or gelu_tanh(gate) * up (gelu_mul) as an operand; `gate` is overwritten with the product.
+// width is out.width. Units: rows.
 struct SiluMulArgs {
   float* gate;
   const float* up;
@@ -160,7 +161,7 @@ constexpr int64_t kv_plane_bytes(const KvCache& c) {  // keys or values of one k
 constexpr int64_t kv_page_bytes(const KvCache& c) { return 2 * c.num_kv_heads * kv_plane_bytes(c); }
 
 // Splits rows of [q heads | k heads | v heads] of a projection: RMSNorm of q and k per head, rotate-half by position,
-// 1/sqrt(H) into q, k and v into the cache. Units: rows.
+// scale into q, k and v into the cache. Units: rows.
 // q is one operand per kv head of M * group rows, row m * group + h, each operand_bytes(dtype, M * group, H) long.
 struct QkvArgs {
   const float* qkv;
@@ -173,13 +174,16 @@ struct QkvArgs {
   const float *cos, *sin;    // [positions][rotary_dim / 2]
   const int32_t* positions;  // [M] position in the sequence: row of the tables and slot in the cache
   void* q;
-  KvCache cache;  // q has its dtype
+  KvCache cache;        // q has its dtype
+  float scale;          // of q; 0: 1 / sqrt(H)
+  int32_t is_v_normed;  // RMSNorm without weight of v
+  int32_t is_v_from_k;  // no v heads: v is k before its norm
 };
 
-// softmax(q k^T) v over cache positions [0, visible[m]); a row that sees nothing gets zeros. Units: kv head * row tile
-// of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
-// ascending order. A position that a row does not see is never multiplied, so its non-finite values cannot reach the
-// row.
+// softmax(q k^T) v over cache positions [first[m], visible[m]); a row that sees nothing gets zeros. Units: kv head * row
+// tile of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
+// ascending order. A position behind those that a row sees is never multiplied, so its non-finite values cannot reach
+// the row; those just before `first` are multiplied by 0.
 struct AttentionArgs {
   const void* q;  // as written by qk_norm_rope_store
   KvCache cache;
@@ -189,6 +193,7 @@ struct AttentionArgs {
   const int32_t* visible;  // [M]
   float* out;              // [M, num_heads * H]
   int64_t ld_out;
+  const int32_t* first;  // [M] null: 0
 };
 constexpr int64_t attention_units(const AttentionArgs& t) {
   return t.cache.num_kv_heads * ceil_div(t.rows * (t.num_heads / t.cache.num_kv_heads), kRowGroup);
@@ -254,13 +259,67 @@ struct HeadMergeArgs {
   float* confidence;  // probability of argmax, exact to fp32 also next to 1; null: none
 };
 
-// out[m] = table[ids[m]]. Units: rows.
+// out[m] = scale * table[ids[m]]. Units: rows.
 struct EmbedArgs {
   DType dtype;  // kF32 or kBF16
   const void* table;
   const int32_t* ids;
   int64_t rows, width;
   float* out;
+  float scale;  // 0: none
+};
+
+// x *= *factor. Units: rows.
+struct ScaleArgs {
+  float* x;  // [M, width]
+  const float* factor;
+  int64_t rows, width;
+};
+
+// x = cap * tanh(x / cap). Units: rows.
+struct SoftCapArgs {
+  float* x;  // [M, width]
+  float cap;
+  int64_t rows, width;
+};
+
+// One expert that some row chose, and where the copies of its rows stand among those of all experts.
+struct ExpertRun {
+  int32_t expert;
+  int32_t begin;  // first row, a multiple of kRowGroup
+  int32_t rows;
+};
+// Runs of ascending experts; those that no row chose have none.
+struct ExpertRuns {
+  int32_t count;
+  int32_t rows;  // end of the last run
+  ExpertRun run[1];  // `count` of them
+};
+constexpr int64_t expert_runs_bytes(int64_t experts) {
+  return 2 * int64_t{sizeof(int32_t)} + experts * int64_t{sizeof(ExpertRun)};
+}
+// Rows that the runs of `choices` choices can take, since each begins a row group.
+constexpr int64_t expert_rows(int64_t choices, int64_t experts) {
+  return round_up(choices + (kRowGroup - 1) * (choices < experts ? choices : experts), kRowGroup);
+}
+
+// As LinearArgs for each run with the weight of its expert. Units: runs * panels of one expert.
+struct ExpertLinearArgs {
+  Weight weight;                                         // of expert 0
+  int64_t panel_stride, scale_stride, sum_stride;        // from one expert to the next: bytes, columns, columns
+  Operand input;
+  const ExpertRuns* runs;
+  float* out;
+  int64_t ld_out;
+};
+
+// y[m] = sum over the row's choices, in the order of `place`, of weights[m][k] * x[place[m][k]]. Units: rows.
+struct CombineArgs {
+  const float* x;        // rows of all runs
+  const int32_t* place;  // [M, choices] ascending
+  const float* weights;  // [M, choices]
+  int64_t rows, choices, width;
+  float* y;  // [M, width]
 };
 
 // exp(logits - log_sum_exp) as an operand of width V. Units: groups of kHeadTile ids.
@@ -288,6 +347,7 @@ struct KernelTable {
   void (*rms_norm)(const RmsNormArgs&, Range rows);
   void (*quantize_rows)(const QuantizeArgs&, Range rows);
   void (*silu_mul)(const SiluMulArgs&, Range rows);
+  void (*gelu_mul)(const SiluMulArgs&, Range rows);
   void (*scaled_add)(const ScaledAddArgs&, Range rows);
   void (*qk_norm_rope_store)(const QkvArgs&, Range rows);
   void (*attention)(const AttentionArgs&, Range units, void* scratch);
@@ -296,6 +356,10 @@ struct KernelTable {
   void (*embed)(const EmbedArgs&, Range rows);
   void (*probabilities)(const ProbabilitiesArgs&, Range tiles);
   void (*soft_embedding)(const SoftEmbeddingArgs&, Range panels);
+  void (*scale)(const ScaleArgs&, Range rows);
+  void (*soft_cap)(const SoftCapArgs&, Range rows);
+  void (*expert_linear)(const ExpertLinearArgs&, Range units, void* scratch);
+  void (*combine)(const CombineArgs&, Range rows);
 };
 
 }  // namespace dlmrt::cpu

@@ -5,7 +5,7 @@
 // of a tile share the positions all of them see, the rest is done row by row, and the odd last position of a bf16 pair
 // is masked.
 //
-// Left out: sliding windows (a first visible position), int8 caches. Source: ours.
+// Left out: int8 caches. Source: ours.
 #pragma once
 
 namespace dlmrt::cpu {
@@ -17,7 +17,7 @@ struct AttentionTile {
   int64_t head;      // kv head
   const uint8_t* q;  // operand group of the tile
   int rows;
-  int64_t visible[kRowGroup];
+  int64_t visible[kRowGroup], begins[kRowGroup];  // a row sees [begins, visible)
   float* scores;     // [8][chunk]
   uint8_t* weights;  // operand group of probabilities, chunk wide
   float* sums;       // [8][H padded]
@@ -41,9 +41,10 @@ struct AttentionTile {
     for (int i = 0; i < MR; i++)
       for (int j = 0; j < NV; j++) store(out + (r + i) * t.chunk + j * kPanel, acc[i][j]);
   }
-  void score(int64_t begin, int64_t end) const {
+  // ... of positions [from, end) of the chunk at `begin`; `from` begins a panel
+  void score(int64_t begin, int64_t from, int64_t end) const {
     const int64_t panel = width() / kCell * kStepBytes;
-    for (int64_t p = begin; p < end;) {
+    for (int64_t p = from; p < end;) {
       const uint8_t* keys = kv_plane(t.cache, p, head, false) + p % t.cache.page_size / kPanel * panel;
       const int64_t in_page = t.cache.page_size - p % t.cache.page_size, left = in_page < end - p ? in_page : end - p;
       const bool two = left > kPanel && max_panels(kMaxRows) >= 2;
@@ -55,14 +56,17 @@ struct AttentionTile {
     }
   }
 
-  // Probabilities of row i over its first `count` scores of the chunk; rescales what earlier chunks left.
-  void softmax(int i, int64_t count, bool first) {
+  // Probabilities of row i over scores [from, count) of the chunk, zeros from `lead` on before them; rescales what
+  // earlier chunks left.
+  void softmax(int i, int64_t lead, int64_t from, int64_t count, bool first) {
     float* s = scores + i * t.chunk;
-    const int64_t whole = count / 16 * 16;
+    const int64_t head = from / 16 * 16, whole = count / 16 * 16;
     const int tail = static_cast<int>(count - whole);
+    const unsigned unseen = (1u << (from - head)) - 1;  // lanes of the vector at `head`
+    const auto seen = [=](int64_t k, F32 v, float fill) { return k == head ? select(unseen, splat(fill), v) : v; };
     F32 m = splat(-__builtin_inff());
-    for (int64_t k = 0; k < whole; k += 16) m = max(m, load(s + k));
-    if (tail) m = max(m, keep_first(load(s + whole), tail, -__builtin_inff()));
+    for (int64_t k = head; k < whole; k += 16) m = max(m, seen(k, load(s + k), -__builtin_inff()));
+    if (tail) m = max(m, seen(whole, keep_first(load(s + whole), tail, -__builtin_inff()), -__builtin_inff()));
     const float chunk_top = reduce_max(m), new_top = first || chunk_top > top[i] ? chunk_top : top[i];
     if (!first) {
       const F32 f = exp(splat(top[i] - new_top));
@@ -75,13 +79,14 @@ struct AttentionTile {
     const CellWriter out{weights + i * kCellBytes, kType, splat(1.f)};
     const F32 shift = splat(new_top);
     F32 sum = splat(0.f);
-    for (int64_t k = 0; k < whole; k += 16) {
-      const F32 e = exp(sub(load(s + k), shift));
+    for (int64_t k = lead; k < head; k += 16) out.write(k, splat(0.f));
+    for (int64_t k = head; k < whole; k += 16) {
+      const F32 e = seen(k, exp(sub(load(s + k), shift)), 0.f);
       sum = add(sum, e);
       out.write(k, e);
     }
     if (tail) {
-      const F32 e = keep_first(exp(sub(load(s + whole), shift)), tail, 0.f);
+      const F32 e = seen(whole, keep_first(exp(sub(load(s + whole), shift)), tail, 0.f), 0.f);
       sum = add(sum, e);
       out.write(whole, e);
     }
@@ -127,26 +132,34 @@ struct AttentionTile {
   }
 
   void run() {
-    int64_t longest = 0;
+    int64_t longest = 0, earliest = begins[0];
+    bool is_started[kRowGroup] = {};
     for (int i = 0; i < rows; i++) {
       longest = visible[i] > longest ? visible[i] : longest;
+      earliest = begins[i] < earliest ? begins[i] : earliest;
       total[i] = 0.f;
       for (int64_t k = 0; k < width(); k += 16) store(sums + i * width() + k, splat(0.f));
     }
-    for (int64_t begin = 0; begin < longest; begin += t.chunk) {
+    for (int64_t begin = earliest / t.chunk * t.chunk; begin < longest; begin += t.chunk) {
       const int64_t end = longest - begin < t.chunk ? longest : begin + t.chunk;
-      int64_t count[kRowGroup], fewest = t.chunk, most = 0;
+      const int64_t lead = earliest > begin ? (earliest - begin) / kPanel * kPanel : 0;  // seen by no row
+      int64_t from[kRowGroup], count[kRowGroup], fewest = t.chunk, most = 0;
       for (int i = 0; i < rows; i++) {
         const int64_t left = visible[i] - begin;
+        from[i] = begins[i] > begin ? begins[i] - begin : 0;
         count[i] = left < 0 ? 0 : left < end - begin ? left : end - begin;
+        if (from[i] >= count[i]) count[i] = 0;
         fewest = count[i] < fewest ? count[i] : fewest;
         most = count[i] > most ? count[i] : most;
       }
-      score(begin, end);
-      for (int i = 0; i < rows; i++)
-        if (count[i]) softmax(i, count[i], begin == 0);
-      const int64_t shared = fewest == most ? most : fewest / kCell * kCell;
-      weigh(0, rows, begin, 0, shared);
+      score(begin, begin + lead, end);
+      for (int i = 0; i < rows; i++) {
+        if (!count[i]) continue;
+        softmax(i, lead, from[i], count[i], !is_started[i]);
+        is_started[i] = true;
+      }
+      const int64_t common = fewest == most ? most : fewest / kCell * kCell, shared = common > lead ? common : lead;
+      weigh(0, rows, begin, lead, shared);
       for (int i = 0; i < rows; i++) weigh(i, 1, begin, shared, count[i]);
     }
   }
@@ -168,12 +181,16 @@ void attend(const AttentionArgs& t, Range units, void* scratch) {
                           static_cast<const uint8_t*>(t.q) + head * group_bytes + u % tiles * tile_bytes,
                           rows_in_group(q_rows, row),
                           {},
+                          {},
                           scores,
                           weights,
                           sums,
                           {},
                           {}};
-    for (int i = 0; i < tile.rows; i++) tile.visible[i] = t.visible[(row + i) / group];
+    for (int i = 0; i < tile.rows; i++) {
+      tile.visible[i] = t.visible[(row + i) / group];
+      tile.begins[i] = t.first ? t.first[(row + i) / group] : 0;
+    }
     tile.run();
     for (int i = 0; i < tile.rows; i++) {
       float* out = t.out + (row + i) / group * t.ld_out + (head * group + (row + i) % group) * c.head_dim;

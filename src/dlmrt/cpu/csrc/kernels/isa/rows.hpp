@@ -59,7 +59,8 @@ void rms_norm(const RmsNormArgs& t, Range rows) {
     }
     const F32 r = splat(inverse_rms(squares, n, t.eps));
     const auto value = [&](int64_t k) {
-      return mul(mul(load_upto16(x + k, n - k), r), load_upto16(t.weight + k, n - k));
+      const F32 v = mul(load_upto16(x + k, n - k), r);
+      return t.weight ? mul(v, load_upto16(t.weight + k, n - k)) : v;
     };
     if (t.out_rows)
       for (int64_t k = 0; k < n; k += 16) store_upto16(t.out_rows + m * n + k, value(k), n - k);
@@ -83,14 +84,19 @@ void embed(const EmbedArgs& t, Range rows) {
   for (int64_t m = rows.begin; m < rows.end; m++) {
     float* out = t.out + m * t.width;
     const int64_t first = t.ids[m] * t.width;
-    if (t.dtype == DType::kF32) {
+    if (t.dtype == DType::kF32 && t.scale == 0.f) {
       __builtin_memcpy(out, static_cast<const float*>(t.table) + first, static_cast<size_t>(t.width) * sizeof(float));
       continue;
     }
-    const uint16_t* row = static_cast<const uint16_t*>(t.table) + first;
-    for (int64_t k = 0; k < t.width; k += 16)
-      store_upto16(out + k, t.width - k >= 16 ? load_bf16(row + k) : load_bf16_n(row + k, tail16(t.width - k)),
-                   t.width - k);
+    const F32 scale = splat(t.scale == 0.f ? 1.f : t.scale);
+    for (int64_t k = 0; k < t.width; k += 16) {
+      const int64_t left = t.width - k;
+      const uint16_t* bits = static_cast<const uint16_t*>(t.table) + first + k;
+      const F32 v = t.dtype == DType::kF32 ? load_upto16(static_cast<const float*>(t.table) + first + k, left)
+                    : left >= 16           ? load_bf16(bits)
+                                           : load_bf16_n(bits, tail16(left));
+      store_upto16(out + k, mul(v, scale), left);
+    }
   }
 }
 
@@ -116,6 +122,13 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
     const F32 r = splat(inverse_rms(squares, n, eps));
     for (int64_t k = 0; k < n; k += 16)
       store(v + k, mul(mul(load_upto16(x + k, n - k), r), load_upto16(weight + k, n - k)));
+  }
+  // RMSNorm without weight of what was taken
+  void normalize(int64_t n, float eps) {
+    F32 squares = splat(0.f);
+    for (int64_t k = 0; k < n; k += 16) squares = fma(load(v + k), load(v + k), squares);
+    const F32 r = splat(inverse_rms(squares, n, eps));
+    for (int64_t k = 0; k < n; k += 16) store(v + k, mul(load(v + k), r));
   }
   // pairs (i, i + half)
   void rotate(const float* cos, const float* sin, int64_t half) {
@@ -163,7 +176,7 @@ void qk_norm_rope_store(const QkvArgs& t, Range rows) {
   const KvCache& c = t.cache;
   const int64_t n = c.head_dim, half = t.rotary_dim / 2, group = t.num_heads / c.num_kv_heads;
   const int64_t group_bytes = operand_bytes(c.dtype, t.rows * group, n);
-  const F32 scale = splat(1.f / __builtin_sqrtf(static_cast<float>(n)));
+  const F32 scale = splat(t.scale > 0 ? t.scale : 1.f / __builtin_sqrtf(static_cast<float>(n)));
   HeadRow head;
   for (int64_t m = rows.begin; m < rows.end; m++) {
     const float* x = t.qkv + m * t.ld;
@@ -175,13 +188,15 @@ void qk_norm_rope_store(const QkvArgs& t, Range rows) {
       const Operand q{c.dtype, 0, n, static_cast<uint8_t*>(t.q) + h / group * group_bytes, nullptr};
       write_operand_row(q, m * group + h % group, [&](int64_t k) { return mul(load(head.v + k), scale); });
     }
+    const float* values = t.is_v_from_k ? x : x + c.num_kv_heads * n;
     for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
       head.take(x, t.k_norm, n, t.eps);
       head.rotate(cos, sin, half);
       head.store_keys(kv_plane(c, position, h, false), c.dtype, n, slot);
     }
-    for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
-      head.take(x, nullptr, n, t.eps);
+    for (int64_t h = 0; h < c.num_kv_heads; h++, values += n) {
+      head.take(values, nullptr, n, t.eps);
+      if (t.is_v_normed) head.normalize(n, t.eps);
       head.store_values(kv_plane(c, position, h, true), c.dtype, n, slot, c.page_size);
     }
   }

@@ -1,0 +1,76 @@
+// Grouped products of a mixture of experts, the gate of Gemma's layers, and small row-wise kernels.
+//
+// Rows that chose an expert stand side by side, so an expert is a product like any other and its weights are read once
+// for all of them. An output row depends neither on the other rows of its run nor on the division into units.
+//
+// Source: ours; the operations are those of dlmrt/ops/eager.py.
+#pragma once
+
+namespace dlmrt::cpu {
+namespace {
+
+// gelu_tanh(x) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+inline F32 gelu_tanh(F32 x) {
+  const F32 twice_u = mul(mul(x, splat(1.5957691216f)), fma(mul(x, x), splat(0.044715f), splat(1.f)));
+  return div(x, add(splat(1.f), exp(sub(splat(0.f), twice_u))));
+}
+
+void gelu_mul(const SiluMulArgs& t, Range rows) {
+  const int64_t n = t.out.width;
+  for (int64_t m = rows.begin; m < rows.end; m++) {
+    float* gate = t.gate + m * t.ld;
+    const float* up = t.up + m * t.ld;
+    for (int64_t k = 0; k < n; k += 16)
+      store_upto16(gate + k, mul(gelu_tanh(load_upto16(gate + k, n - k)), load_upto16(up + k, n - k)), n - k);
+    write_operand_row(t.out, m, [&](int64_t k) { return load_upto16(gate + k, n - k); });
+  }
+}
+
+void scale(const ScaleArgs& t, Range rows) {
+  const F32 factor = splat(*t.factor);
+  for (int64_t m = rows.begin; m < rows.end; m++)
+    for (int64_t k = 0; k < t.width; k += 16) {
+      float* x = t.x + m * t.width + k;
+      store_upto16(x, mul(load_upto16(x, t.width - k), factor), t.width - k);
+    }
+}
+
+void soft_cap(const SoftCapArgs& t, Range rows) {
+  const F32 cap = splat(t.cap), inverse = splat(1.f / t.cap);
+  for (int64_t m = rows.begin; m < rows.end; m++)
+    for (int64_t k = 0; k < t.width; k += 16) {
+      float* x = t.x + m * t.width + k;
+      store_upto16(x, mul(cap, tanh(mul(load_upto16(x, t.width - k), inverse))), t.width - k);
+    }
+}
+
+void expert_linear(const ExpertLinearArgs& t, Range units, void* scratch) {
+  const int64_t panels = num_panels(t.weight.n);
+  for (int64_t u = units.begin; u < units.end;) {
+    const ExpertRun& run = t.runs->run[u / panels];
+    const int64_t first = u % panels, left = units.end - u, end = panels - first < left ? panels : first + left;
+    LinearArgs product{t.weight, t.input, run.rows, t.out + run.begin * t.ld_out, t.ld_out, 0};
+    Weight& w = product.weight;
+    w.panels = static_cast<uint8_t*>(w.panels) + run.expert * t.panel_stride;
+    if (w.column_scale) w.column_scale += run.expert * t.scale_stride;
+    if (w.column_sum) w.column_sum += run.expert * t.sum_stride;
+    product.input.cells = operand_row(t.input.cells, t.input.dtype, t.input.width, run.begin);
+    if (t.input.scales) product.input.scales += run.begin;
+    linear(product, {first, end}, scratch);
+    u += end - first;
+  }
+}
+
+void combine(const CombineArgs& t, Range rows) {
+  for (int64_t m = rows.begin; m < rows.end; m++)
+    for (int64_t n = 0; n < t.width; n += 16) {
+      const int64_t left = t.width - n;
+      F32 sum = splat(0.f);
+      for (int64_t k = m * t.choices; k < (m + 1) * t.choices; k++)
+        sum = add(sum, mul(splat(t.weights[k]), load_upto16(t.x + t.place[k] * t.width + n, left)));
+      store_upto16(t.y + m * t.width + n, sum, left);
+    }
+}
+
+}  // namespace
+}  // namespace dlmrt::cpu

@@ -1,0 +1,100 @@
+"""States without rollouts: gold answers with random corruption, as in continued supervised fine-tuning.
+
+The counterpart of `orl.rollout` for the arm that trains on gold answers with as many rows, and for prompts on which no
+answer was verified. Nothing was decoded, so there is no step before and no recorded entropy: cross-entropy falls on
+every open slot. The residual comes from a first pass of the current model (`self_condition`), for half of the answers.
+
+Source: two-pass self-conditioning as in Chen et al., arXiv 2208.04202; ours otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmrt.models import qwen3
+from dlmrt.models.config import ModelConfig
+from dlmrt.ops import eager as ops
+from dlmrt.types import Int32
+from orl.losses import log_probs
+from orl.packing import NOISE_STREAM, Example, Noise, Share, generator
+from orl.replay import ReplayBatch, ReplayResponse, ReplayState, packed_logits
+
+_LEAST_LEVEL = 0.02  # of noise
+
+
+def gold_response(
+    example: Example, noise: Noise, *, seed: int, response_idx: int, states_per_block: int, policy_version: int
+) -> ReplayResponse:
+    """`states_per_block` corrupted copies of every block of the answer, at noise levels drawn uniformly.
+
+    Args:
+        response_idx: copies of one answer draw different noise.
+    """
+    length, start = noise.canvas_length, len(example.prompt_ids)
+    num_blocks = -(-len(example.response_ids) // length)
+    targets = np.full(num_blocks * length, noise.pad_token_id, dtype=np.int32)
+    targets[: len(example.response_ids)] = example.response_ids
+    prompt = np.array(example.prompt_ids, dtype=np.int32)
+    rng = generator(seed, example.number, NOISE_STREAM, response_idx)
+    return ReplayResponse(
+        number=example.number,
+        policy_version=policy_version,
+        clean_S=np.concatenate([prompt, targets[:-length]]),
+        grid=start % length,
+        states=tuple(
+            _corrupted(
+                targets[at : at + length], noise, rng, start=start + at, num_answer=len(example.response_ids) - at
+            )
+            for at in range(0, len(targets), length)
+            for _ in range(states_per_block)
+        ),
+    )
+
+
+def _corrupted(targets_L: Int32, noise: Noise, rng: np.random.Generator, *, start: int, num_answer: int) -> ReplayState:
+    length = len(targets_L)
+    is_noise_L = rng.random(length) < rng.uniform(_LEAST_LEVEL, 1.0)
+    fill = noise.mask_token_id if noise.mask_token_id is not None else rng.choice(noise.random_ids, size=length)
+    is_open_L = is_noise_L & (np.arange(length) < num_answer)
+    return ReplayState(
+        start=start,
+        canvas_L=np.where(is_noise_L, fill, targets_L).astype(np.int32),
+        residual_LD=None,
+        is_unresolved_L=is_noise_L,
+        targets_L=targets_L,
+        is_open_L=is_open_L,
+        is_gated_L=is_open_L,
+        is_anchored_L=~is_open_L,
+        own_entropy_L=None,
+        source_entropy_L=None,
+        source_entropy=None,
+    )
+
+
+@torch.no_grad()
+def self_condition(
+    params: Mapping[str, Tensor], config: ModelConfig, responses: Sequence[ReplayResponse], *, banned: Tensor
+) -> Iterator[ReplayResponse]:
+    """The same responses, every second one with residuals from a first pass of the current model.
+
+    Args:
+        banned: bool [V], ids that may not be predicted.
+    """
+    for at, response in enumerate(responses):
+        if at % 2 or not qwen3.has_residual(config):
+            yield response
+            continue
+        everything = replace(
+            response, states=tuple(replace(s, is_anchored_L=np.ones_like(s.is_open_L)) for s in response.states)
+        )
+        share = Share(response=0, states=tuple(range(len(response.states))))
+        logits = packed_logits(params, ReplayBatch([everything], [1.0], [share], config))
+        z = qwen3.soft_embedding(ops, params, config, log_probs(logits, banned).exp()).float()
+        residuals = torch.unflatten(z, 0, (len(response.states), -1)).numpy()
+        states = tuple(replace(s, residual_LD=r) for s, r in zip(response.states, residuals, strict=True))
+        yield replace(response, states=states)

@@ -1,0 +1,270 @@
+"""From trajectories to the exact inputs of chosen states, and their logits under the weights being trained.
+
+A response becomes clean rows (prompt and every block but the last, once) with noisy states hanging off them: each state
+is a canvas behind the clean rows before its block, with the residual z that the decoder consumed there, bit for bit.
+Gradients reach the weights through canvas and clean rows; z is data.
+
+Two ways to the logits, equal in loss and gradient: `reference_logits` runs each state as a sequence of its own under a
+dense mask; `packed_logits` runs all rows of several responses in one forward (`orl.attention.StaircaseAttention`).
+
+Which slots count, and how, is decided here from the recorded statistics (gates never read the model being trained):
+open slots (undecided, not right of the answer's end), gated ones among them, anchored ones (all others of the block).
+
+Legend: L canvas slots, D model width, T packed rows, S states, R slots that carry a loss, V vocabulary.
+
+Source: ORL (arXiv 2610.20687, project page); ours otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmrt.models import qwen3
+from dlmrt.models.config import ModelConfig
+from dlmrt.ops import eager as ops
+from dlmrt.types import Bool, Float32, Int32
+from orl.attention import Canvases, StaircaseAttention, staircase
+from orl.packing import CLEAN, Share
+from orl.rollout import BlockTrajectory, Trajectory
+from orl.train_recipe import LossSection
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayState:
+    """What one denoising step consumed, and what the loss asks of it. All arrays have the canvas' length."""
+
+    start: int  # sequence position of slot 0
+    canvas_L: Int32
+    residual_LD: Float32 | None  # None stands for 0
+    is_unresolved_L: Bool  # undecided slots, also right of the answer's end
+    targets_L: Int32  # final ids
+    is_open_L: Bool  # undecided slots of the answer: U of the method
+    is_gated_L: Bool  # open slots that get cross-entropy
+    is_anchored_L: Bool  # slots that are held near the start model
+    own_entropy_L: Float32 | None  # nats, as recorded of this step; None: not recorded
+    source_entropy_L: Float32 | None  # nats, of the step before; None: there is none
+    source_entropy: float | None  # mean of it over the slots that were open then
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayResponse:
+    """One kept answer."""
+
+    number: int  # of the problem
+    policy_version: int
+    clean_S: Int32  # prompt and all blocks but the last
+    grid: int  # where the block grid starts, modulo the canvas length
+    states: tuple[ReplayState, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of its packed form."""
+        return len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
+
+
+def replay_response(trajectory: Trajectory, section: LossSection) -> ReplayResponse:
+    """The states whose residual was kept, with their gates."""
+    blocks = trajectory.blocks
+    start, length = blocks[0].start, len(blocks[0].ids_L)
+    prompt = np.array(trajectory.result.record.prompt_token_ids, dtype=np.int32)
+    return ReplayResponse(
+        number=trajectory.number,
+        policy_version=trajectory.policy_version,
+        clean_S=np.concatenate([prompt[:start], *(block.ids_L for block in blocks[:-1])]),
+        grid=start % length,
+        states=tuple(state for block in blocks for state in _states(block, section)),
+    )
+
+
+def _states(block: BlockTrajectory, section: LossSection) -> Iterator[ReplayState]:
+    is_answer_L = block.is_answer_L
+    is_free_L = np.arange(len(block.ids_L)) >= block.num_pinned
+    for at, step in enumerate(block.kept_steps):
+        is_open_L = block.is_unresolved_KL[step] & is_answer_L
+        is_gated_L = gate(block.entropy_KL[step], is_open_L, section)
+        source_entropy = None
+        if step:
+            was_open_L = block.is_unresolved_KL[step - 1] & is_answer_L
+            source_entropy = float(block.entropy_KL[step - 1][was_open_L].mean()) if was_open_L.any() else None
+        yield ReplayState(
+            start=block.start,
+            canvas_L=block.canvas_KL[step],
+            residual_LD=block.residual_NLD[at - 1] if step and block.residual_NLD is not None else None,
+            is_unresolved_L=block.is_unresolved_KL[step],
+            targets_L=block.ids_L,
+            is_open_L=is_open_L,
+            is_gated_L=is_gated_L,
+            is_anchored_L=is_free_L & ~is_gated_L,
+            own_entropy_L=block.entropy_KL[step],
+            source_entropy_L=block.entropy_KL[step - 1] if step else None,
+            source_entropy=source_entropy,
+        )
+
+
+def gate(entropy_L: Float32, is_open_L: Bool, section: LossSection) -> Bool:
+    """Open slots that are uncertain enough for cross-entropy.
+
+    quantile: the `gate_level` share of largest entropy, at least one; entropy: those above `gate_level` nats; all.
+    """
+    if section.gate == "all" or not is_open_L.any():
+        return is_open_L
+    if section.gate == "entropy":
+        return is_open_L & (entropy_L > section.gate_level)
+    count = max(1, round(section.gate_level * int(is_open_L.sum())))
+    order = np.argsort(np.where(is_open_L, -entropy_L, np.inf), kind="stable")
+    is_gated_L = np.zeros_like(is_open_L)
+    is_gated_L[order[:count]] = True
+    return is_gated_L
+
+
+def state_weights(responses: Sequence[ReplayResponse], norm: str) -> list[float]:
+    """Weight of each state of each response in the loss; times its number of states they sum to 1.
+
+    Counted over the whole update before it is packed or sharded, so neither can change the loss.
+    """
+    numbers = [response.number for response in responses]
+    if norm == "response":
+        return [1 / (len(responses) * len(r.states)) for r in responses]
+    num_prompts = len(set(numbers))
+    return [1 / (num_prompts * numbers.count(r.number) * len(r.states)) for r in responses]
+
+
+class ReplayBatch:
+    """Some states of some responses as tensors, ready for either way to the logits.
+
+    Args:
+        shares: which states of which response; clean rows are cut behind the last one needed.
+        weights: of a state, one a response.
+    """
+
+    def __init__(
+        self,
+        responses: Sequence[ReplayResponse],
+        weights: Sequence[float],
+        shares: Sequence[Share],
+        config: ModelConfig,
+    ) -> None:
+        assert config.diffusion is not None
+        self.config, self.diffusion = config, config.diffusion
+        self.parts = [_Part(responses[s.response], [responses[s.response].states[i] for i in s.states]) for s in shares]
+        self.states = [state for part in self.parts for state in part.states]
+        per_part = [(weights[share.response], len(share.states)) for share in shares]
+        self.weight_S = torch.tensor([weight for weight, count in per_part for _ in range(count)])
+        self._gather_slots()
+
+    def _gather_slots(self) -> None:
+        """Slots with a loss, flat over all states."""
+        length, states = self.diffusion.canvas_length, self.states
+
+        def flat(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+            return torch.from_numpy(np.concatenate(rows)).to(dtype)[used]
+
+        open_, gated, anchored = (
+            np.concatenate([getattr(state, name) for state in states])
+            for name in ("is_open_L", "is_gated_L", "is_anchored_L")
+        )
+        used = torch.from_numpy(open_ | gated | anchored)
+        self.used = used
+        self.state_R = torch.arange(len(states)).repeat_interleave(length)[used]
+        self.targets_R = flat([state.targets_L for state in states], torch.int64)
+        self.is_open_R, self.is_gated_R, self.is_anchored_R = (
+            torch.from_numpy(values)[used] for values in (open_, gated, anchored)
+        )
+        nothing = np.full(length, np.nan, dtype=np.float32)
+        self.own_entropy_R, self.source_entropy_R = (
+            flat([nothing if (h := getattr(state, name)) is None else h for state in states], torch.float32)
+            for name in ("own_entropy_L", "source_entropy_L")
+        )
+        sources = [np.nan if state.source_entropy is None else state.source_entropy for state in states]
+        self.source_entropy_S = torch.tensor(sources, dtype=torch.float32)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the packed forward."""
+        return sum(part.num_rows for part in self.parts)
+
+
+class _Part:
+    """States of one response, in the order of their blocks, behind as many clean rows as they see."""
+
+    def __init__(self, response: ReplayResponse, states: Sequence[ReplayState]) -> None:
+        self.states = sorted(states, key=lambda state: state.start)
+        self.clean_S = response.clean_S[: self.states[-1].start]
+        self.grid = response.grid
+        self.num_rows = len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
+
+
+def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, with_residual: bool = True) -> Tensor:
+    """Logits [R, V] of all slots with a loss, in one forward over all rows.
+
+    Args:
+        with_residual: False: every state as if its z were 0.
+    """
+    config, length = batch.config, batch.diffusion.canvas_length
+    ids, positions, predicted_by, layout, noisy = [], [], [], [], []
+    row = 0
+    for part in batch.parts:
+        num_clean = len(part.clean_S)
+        starts = [state.start for state in part.states]
+        canvases, first = [], row + num_clean
+        for start in dict.fromkeys(starts):
+            canvases.append(Canvases(start=start, first_row=first, count=starts.count(start)))
+            first += starts.count(start) * length
+        layout.append((row, num_clean, part.grid, tuple(canvases)))
+        ids += [part.clean_S, *(state.canvas_L for state in part.states)]
+        positions += [np.arange(num_clean), *(start + np.arange(length) for start in starts)]
+        noisy += [np.zeros(num_clean, dtype=bool), np.ones(len(starts) * length, dtype=bool)]
+        for i, start in enumerate(starts):
+            own = row + num_clean + i * length + np.arange(length)
+            predicted_by.append(np.append(row + start - 1, own[:-1]) if batch.diffusion.logit_shift else own)
+        row += part.num_rows
+    attend = StaircaseAttention(layout, batch.diffusion)
+    is_noisy = torch.from_numpy(np.concatenate(noisy))
+    z, where = _residual(batch.states, is_noisy, config) if with_residual else (None, None)
+    hidden = qwen3.forward(
+        ops, params, config, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions)), attend,
+        z=z, where=where,
+    )  # fmt: skip
+    return qwen3.head(ops, params, config, hidden[torch.from_numpy(np.concatenate(predicted_by))[batch.used]])
+
+
+def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor:
+    """The same, each state as a sequence of its own under the dense staircase."""
+    config, length = batch.config, batch.diffusion.canvas_length
+    found = []
+    for part in batch.parts:
+        for state in part.states:
+            start = state.start
+            ids = torch.from_numpy(np.concatenate([part.clean_S[:start], state.canvas_L]))
+            positions = torch.arange(start + length)
+            is_noisy = positions >= start
+            copy, block_start = torch.where(is_noisy, 0, CLEAN), torch.where(is_noisy, start, 0)
+            visible = staircase(torch.zeros_like(copy), copy, positions, block_start, batch.diffusion, grid=part.grid)
+            z, where = _residual([state], is_noisy, config)
+            hidden = qwen3.forward(ops, params, config, ids, positions, ops.MaskedAttention(visible), z=z, where=where)
+            rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
+            found.append(hidden[rows])
+    return qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+
+
+def _residual(
+    states: Sequence[ReplayState], is_noisy_T: Tensor, config: ModelConfig
+) -> tuple[Tensor | None, Tensor | None]:
+    """Residual [T, D] of the noisy rows and the rows that receive it; (None, None) where no state has one."""
+    if all(state.residual_LD is None for state in states):
+        return None, None
+    assert config.diffusion is not None
+    z = torch.zeros(len(is_noisy_T), config.hidden_size)
+    nothing = np.zeros((config.diffusion.canvas_length, config.hidden_size), dtype=np.float32)
+    given = [nothing if state.residual_LD is None else state.residual_LD for state in states]
+    z[is_noisy_T] = torch.from_numpy(np.concatenate(given))
+    if config.diffusion.residual.where == "all":
+        return z, is_noisy_T
+    where = is_noisy_T.clone()
+    where[is_noisy_T] = torch.from_numpy(np.concatenate([state.is_unresolved_L for state in states]))
+    return z, where
