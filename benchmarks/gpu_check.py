@@ -200,8 +200,9 @@ def forwards() -> Result:
             eos_token_ids=(1,), diffusion=diffusion,
         )  # fmt: skip
         params = draw_params(config, "cpu")
-        denoiser, reference = make(config, params, "step"), EagerDenoiser(
-            {name: values.float() for name, values in params.items()}, config
+        denoiser, reference = (
+            make(config, params, "step"),
+            EagerDenoiser({name: values.float() for name, values in params.items()}, config),
         )
         for context in (0, 5, 700):
             ids = (np.arange(context, dtype=np.int32) * 7 + 3) % 250

@@ -118,7 +118,9 @@ class ModelParts:
         for window in self._windows:
             if window not in starts:
                 constants = {"window": window or 0, "is_shared": is_shared}
-                starts[window] = self.recorder.call("window_start", {"positions": positions}, attributes=constants)["first"]
+                starts[window] = self.recorder.call("window_start", {"positions": positions}, attributes=constants)[
+                    "first"
+                ]
         return tuple(starts[window] for window in self._windows)
 
     def _format(self, name: str, shape: tuple[int, ...], formats: Formats) -> str:
