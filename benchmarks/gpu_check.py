@@ -23,19 +23,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "src"))
+sys.path.insert(0, str(ROOT / "src"))  # a source tree will do
 
-import numpy as np
-import torch
-from torch import Tensor
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from torch import Tensor  # noqa: E402
 
-from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, decode
-from dlmrt.decode.native import run_loop
-from dlmrt.decode.sampling import banned_ids
-from dlmrt.decode.settings import resolve
-from dlmrt.models.config import DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig
-from dlmrt.models.families import family_of
-from dlmrt.types import DecodeConfig
+from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent, decode  # noqa: E402
+from dlmrt.decode.native import run_loop  # noqa: E402
+from dlmrt.decode.sampling import banned_ids  # noqa: E402
+from dlmrt.decode.settings import resolve  # noqa: E402
+from dlmrt.models.config import DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig  # noqa: E402
+from dlmrt.models.families import family_of  # noqa: E402
+from dlmrt.types import DecodeConfig  # noqa: E402
 
 Result = dict[str, Any]
 
@@ -129,6 +129,7 @@ def timed(run: Callable[[], object], repeats: int = 5, warm_ups: int = 1) -> tup
 def env() -> Result:
     """Versions, and whether loops in graphs can be captured here."""
     import triton
+
     from dlmrt.cuda.runners import loop_driver
 
     _, version = loop_driver().cuDriverGetVersion()
@@ -167,7 +168,7 @@ def while_loop() -> Result:
 
 def tiny_models() -> Result:
     """Loop, step and off make the decisions of the slow loop in torch; a second run and small launches too."""
-    import dlmrt.cuda.executor as executor
+    from dlmrt.cuda import executor
     from dlmrt.eager.executor import EagerDenoiser
 
     result: Result = {"ok": True}

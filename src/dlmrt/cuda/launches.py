@@ -181,7 +181,8 @@ def _qk_norm_rope_store(b: Bound) -> Launch:
         k_norm=b.place("k_norm").values if b.has("k_norm") else b.place("part"), cos=b.place("cos"), sin=b.place("sin"),
         positions=b.place("positions"), q=b.place("q"), cache=b.place("cache"), rows=b.place("rows"), M=rows_at_most,
         eps=b.number("eps"), N=num_heads, G=num_kv_heads, H=head_dim, HP=tiles.power_of_two(head_dim),
-        R=2 * b.size("cos", 1), S=_splits(b), HAS_BIAS=b.has("bias"), HAS_NORM=b.has("q_norm"), IS_VALUE_NORMED=b.attribute("is_value_normed"),
+        R=2 * b.size("cos", 1), S=_splits(b), HAS_BIAS=b.has("bias"), HAS_NORM=b.has("q_norm"),
+        IS_VALUE_NORMED=b.attribute("is_value_normed"),
         IS_VALUE_KEY=b.attribute("is_value_key"), num_warps=1 if head_dim <= 128 else 2,
     )  # fmt: skip
 

@@ -17,13 +17,15 @@ from pathlib import Path
 
 import torch
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dlmrt.cuda.launches import Packed, bind
+from dlmrt.cuda.kernels import matmul
+from dlmrt.cuda.launches import Launch, Packed, bind
 from dlmrt.cuda.lower import bounded, lower
 from dlmrt.cuda.memory import STORAGE
-from dlmrt.models.config import DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig
+from dlmrt.models.config import DiffusionConfig, ModelConfig, MoeConfig, ResidualConfig, RopeConfig, SlidingConfig
 from dlmrt.program.forwards import Formats, record_canvas
 from dlmrt.program.loop import LoopOptions, record_loop
 from dlmrt.program.nodes import Kernel, maximum, walk
@@ -34,7 +36,6 @@ TYPES = {
     torch.float32: "fp32", torch.bfloat16: "bf16", torch.float64: "fp64", torch.int32: "i32", torch.int64: "i64",
     torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-NARROW = "num_warps", "num_stages"
 
 QWEN3_4B = ModelConfig(
     architecture="Qwen3ForCausalLM", hidden_size=2560, intermediate_size=9728, num_layers=1, num_heads=32,
@@ -53,30 +54,106 @@ UNIFORM = replace(
 )
 
 
+LLADA2 = replace(
+    QWEN3_4B, architecture="LLaDA2MoeModelLM", hidden_size=2048, intermediate_size=5120, num_layers=2, num_heads=16,
+    num_kv_heads=4, vocab_size=157_184, tie_word_embeddings=False, rope=RopeConfig(partial_rotary_factor=0.5),
+    moe=MoeConfig(
+        num_experts=256, num_experts_per_token=8, intermediate_size=512, shared_intermediate_size=512,
+        num_dense_layers=1, num_groups=8, num_kept_groups=4, scaling_factor=2.5,
+    ),
+    diffusion=DiffusionConfig(
+        canvas_length=32, noise="mask", mask_token_id=156_895, context_attention="block_causal",
+        block_anchor="position_zero",
+    ),
+)  # fmt: skip
+GEMMA = replace(
+    QWEN3_4B, architecture="DiffusionGemmaForBlockDiffusion", hidden_size=2816, intermediate_size=2112, num_layers=2,
+    num_heads=16, num_kv_heads=8, head_dim=256, vocab_size=262_144, logit_softcap=30.0,
+    moe=MoeConfig(num_experts=128, num_experts_per_token=8, intermediate_size=704),
+    sliding=SlidingConfig(
+        window=1024, full_layers=(1,), full_head_dim=512, full_num_kv_heads=2,
+        full_rope=RopeConfig(theta=1e6, kind="proportional", partial_rotary_factor=0.25),
+    ),
+    diffusion=DiffusionConfig(
+        canvas_length=256, noise="uniform", commit_rule="entropy_bound",
+        residual=ResidualConfig(kind="gated_mlp", intermediate_size=2112, scale_embedding=True),
+    ),
+)  # fmt: skip
+BF16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
+CASES = {  # options of the loop by name of the program; each adds kernels or constants that the others lack
+    "qwen3": (QWEN3_4B, {"commit_rule": "threshold", "use_residual": True}),
+    "qwen3 drawn": (QWEN3_4B, {"commit_rule": "joint_threshold", "is_greedy": False}),
+    "qwen3 steps": (QWEN3_4B, {"commit_rule": "steps"}),
+    "qwen3 uniform": (UNIFORM, {"commit_rule": "entropy_bound", "is_greedy": False, "is_filtered": True}),
+    "llada2": (LLADA2, {"commit_rule": "threshold"}),
+    "llada2 by block": (
+        replace(LLADA2, moe=replace(LLADA2.moe, expert_capacity=64)), {"commit_rule": "threshold"}
+    ),
+    "diffusion_gemma": (GEMMA, {"commit_rule": "entropy_bound", "is_greedy": False, "use_residual": True}),
+}  # fmt: skip
+
+
 def programs():
     """Programs that together hold every kernel, by name."""
-    bf16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
-    greedy = LoopOptions(canvas_length=32, prefill_chunk=512, commit_rule="threshold", use_residual=True)
-    drawn = LoopOptions(canvas_length=32, prefill_chunk=512, commit_rule="joint_threshold", is_greedy=False)
-    steps = LoopOptions(canvas_length=32, prefill_chunk=512, commit_rule="steps")
-    filtered = LoopOptions(
-        canvas_length=256, prefill_chunk=512, commit_rule="entropy_bound", is_greedy=False, is_filtered=True
-    )
-    yield "qwen3 loop", QWEN3_4B, bounded(lower(record_loop(QWEN3_4B, bf16, greedy, capacity=8192), QWEN3_4B).program)
-    yield "qwen3 drawn", QWEN3_4B, bounded(lower(record_loop(QWEN3_4B, bf16, drawn, capacity=8192), QWEN3_4B).program)
-    yield "qwen3 steps", QWEN3_4B, bounded(lower(record_loop(QWEN3_4B, bf16, steps, capacity=8192), QWEN3_4B).program)
-    yield "qwen3 uniform", UNIFORM, bounded(lower(record_loop(UNIFORM, bf16, filtered, capacity=8192), UNIFORM).program)
-    yield "qwen3 canvas", QWEN3_4B, lower(record_canvas(QWEN3_4B, bf16, capacity=8192, max_rows=32), QWEN3_4B).program
+    for name, (config, changes) in CASES.items():
+        options = LoopOptions(canvas_length=config.diffusion.canvas_length, prefill_chunk=512, **changes)
+        yield name, bounded(lower(record_loop(config, BF16, options, capacity=8192), config).program)
+    mlp = {f"model.layers.0.mlp.{part}_proj.weight": "nvfp4" for part in ("gate", "up", "down")}
+    packed = replace(BF16, named=mlp)
+    yield "qwen3 nvfp4", lower(record_canvas(QWEN3_4B, packed, capacity=8192, max_rows=32), QWEN3_4B).program
+
+
+def packed_launches():
+    """Kernels of formats that no program holds yet, at a projection of Qwen3-4B."""
+    m, n, k = 32, 9728, 2560
+
+    def empty(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    common = {"part": empty(1, m, n), "rows": empty(1, dtype=torch.int32), "M": m, "N": n, "K": k, "PER": k, "BM": m}
+    x, e4m3 = empty(m, k, dtype=torch.bfloat16), torch.float8_e4m3fn
+    for block in (0, 128):
+        yield Launch(
+            op="matmul_fp8", kernel=matmul.matmul_fp8, grid=(1,), options={"num_warps": 4, "num_stages": 3},
+            arguments={"x": x, "weight": empty(n, k, dtype=e4m3), "scales": empty(n), "BN": 64, "BK": 128,
+                       "BLOCK": block, "CDT": tl.bfloat16, **common},
+        )  # fmt: skip
+    codes, scales = (empty(n, k // 2, dtype=torch.uint8), empty(n, k // 16, dtype=e4m3))
+    yield Launch(
+        op="matmul_nvfp4_both", kernel=matmul.matmul_nvfp4_both, grid=(1,), options={"num_warps": 4},
+        arguments={"codes_x": codes, "scales_x": scales, "codes": codes, "block_scales": scales, "shared": empty(n),
+                   "BN": 128, "BK": 128, **common},
+    )  # fmt: skip
+
+
+def launches(capability):
+    """Every launch with the name of its program; the block-scaled products need sm_100 or later."""
+    for name, program in programs():
+        places = {buffer: place(buffer) for buffer in program.buffers()}
+        for node in walk(program.body):
+            if isinstance(node, Kernel):
+                yield name, bind(node, places, capability=capability)
+    for launch in packed_launches():
+        if capability >= 100 or launch.op != "matmul_nvfp4_both":
+            yield "formats", launch
 
 
 def place(buffer):
     """A tensor without memory where the executor would put `buffer`."""
     shape = tuple(maximum(dim) for dim in buffer.shape) or (1,)
+
+    def empty(shape, dtype):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    if buffer.dtype == "nvfp4":
+        n, k = shape
+        return Packed(
+            values=empty((n, k // 2), torch.uint8), scales=empty((n, k // 16), torch.float8_e4m3fn),
+            shared=empty((n,), torch.float32),
+        )  # fmt: skip
     if buffer.kind == "weight" and not buffer.name.startswith("rope."):
-        return Packed(values=torch.empty(shape, dtype=STORAGE[buffer.dtype], device="meta"))
-    if buffer.name == "ring":
-        return torch.empty(4, dtype=torch.int64, device="meta")
-    return torch.empty(shape, dtype=STORAGE[buffer.dtype], device="meta")
+        return Packed(values=empty(shape, STORAGE[buffer.dtype]))
+    return empty((4,), torch.int64) if buffer.name == "ring" else empty(shape, STORAGE[buffer.dtype])
 
 
 def compile_launch(launch, capability):
@@ -117,24 +194,19 @@ def key_of(launch):
 def main(capabilities, wanted):
     for capability in capabilities:
         seen = set()
-        for name, _, program in programs():
-            places = {buffer: place(buffer) for buffer in program.buffers()}
-            for node in walk(program.body):
-                if not isinstance(node, Kernel) or (wanted and node.op not in wanted):
-                    continue
-                launch = bind(node, places, capability=capability)
-                if (key := str(key_of(launch))) in seen:
-                    continue
-                seen.add(key)
-                compiled = compile_launch(launch, capability)
-                ptx = compiled.asm["ptx"]
-                result = {
-                    "sm": capability, "program": name, "op": node.op, "shared": compiled.metadata.shared,
-                    "mma": sorted(set(re.findall(MMA, ptx))), "is_native_fp4": "mxf4nvf4" in ptx,
-                    "has_ftz_product": bool(re.search(r"mul\.(rn\.)?ftz", ptx)),
-                    "has_release": "st.release.sys" in ptx, **resources(compiled.asm["cubin"]),
-                }  # fmt: skip
-                print(json.dumps(result), flush=True)
+        for name, launch in launches(capability):
+            if (wanted and launch.op not in wanted) or (key := str(key_of(launch))) in seen:
+                continue
+            seen.add(key)
+            compiled = compile_launch(launch, capability)
+            ptx = compiled.asm["ptx"]
+            result = {
+                "sm": capability, "program": name, "op": launch.op, "shared": compiled.metadata.shared,
+                "mma": sorted(set(re.findall(MMA, ptx))), "is_native_fp4": "mxf4nvf4" in ptx,
+                "has_ftz_product": bool(re.search(r"mul\.(rn\.)?ftz", ptx)),
+                "has_release": "st.release.sys" in ptx, **resources(compiled.asm["cubin"]),
+            }  # fmt: skip
+            print(json.dumps(result), flush=True)
 
 
 if __name__ == "__main__":

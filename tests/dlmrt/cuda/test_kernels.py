@@ -112,7 +112,8 @@ def test_heads_are_normed_rotated_and_stored(turning, is_value_key):
     q, cache, positions = torch.zeros(m, n, h), torch.zeros(16, 2, g, h), torch.tensor([3, 9], dtype=torch.int32)
     rows.qk_norm_rope_store[(m, n + 2 * g)](
         part, part, q_norm, k_norm, phase.cos(), phase.sin(), positions, q, cache, scalar(m), M=m, eps=1e-6, N=n, G=g,
-        H=h, HP=8, R=turning, S=2, HAS_BIAS=False, HAS_NORM=True, IS_VALUE_NORMED=is_value_key, IS_VALUE_KEY=is_value_key,
+        H=h, HP=8, R=turning, S=2, HAS_BIAS=False, HAS_NORM=True, IS_VALUE_NORMED=is_value_key,
+        IS_VALUE_KEY=is_value_key,
     )  # fmt: skip
     heads = part.sum(0).view(m, -1, h)
 
