@@ -109,9 +109,9 @@ def finish_chunk(chunk_rows, num_prefill, cancel, context, num_prefill_forwards,
 
 @triton.jit
 def start_block(
-    prompt, num_prompt, num_prefill, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key, end_reason, canvas,
-    answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps, num_repeats, num_settled,
-    has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+    prompt, num_prompt, num_prefill, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key,
+    end_reason, canvas, answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps,
+    num_repeats, num_settled, has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
     IS_CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 and 3."""
