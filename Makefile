@@ -1,4 +1,4 @@
-# make setup | demo | test | lint | train | docs | clean
+# make setup | demo | test | sanitize | lint | train | docs | clean
 # PYTHON: interpreter to build .venv with (3.11 or later). TORCH: requirement installed first; a fixed version keeps pip
 # from choosing a build with CUDA packages where a CPU build of it is on hand.
 PYTHON ?= python3
@@ -14,7 +14,7 @@ WORD_PROBLEM := A pie has 54 portions. If Elijah can eat 6 portions a day while 
 	will the pie last?
 CHAIN := State the final answer to the following arithmetic problem: 41 - 16 + 27 =
 
-.PHONY: setup demo test lint types unit train docs clean
+.PHONY: setup demo test sanitize lint types unit train docs clean
 
 setup: $(STAMPS)/dev
 
@@ -53,6 +53,14 @@ unit: setup
 
 test: lint types
 	@$(MAKE) --no-print-directory unit
+
+# The C++ checks of the kernels (every instruction set, several threads) with address and undefined-behaviour sanitizers;
+# needs cmake, ninja and a C++ compiler only. All kernel tests and the thread sanitizer: DLMRT_TEST_SANITIZERS=1 make unit
+SANITIZED := build/cpu-kernels-address-undefined
+sanitize:
+	cmake -G Ninja -S tests/dlmrt/cpu/kernels -B $(SANITIZED) -DDLMRT_SANITIZE=address,undefined
+	cmake --build $(SANITIZED) --target test_kernels
+	$(SANITIZED)/test_kernels
 
 train: setup
 	for recipe in $(RECIPES); do $(BIN)/orl pretrain recipes/$$recipe.toml || exit; done

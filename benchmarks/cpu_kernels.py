@@ -14,6 +14,8 @@ from typing import Any
 
 from child import ROOT, environment
 from conditions import conditions, num_cpus
+from dlmrt.cpu import _native
+from dlmrt.cpu.parts import DTYPES, group_of
 from measure import Check, Row, Turn, check, document, publish, row
 
 SOURCE = ROOT / "tests" / "dlmrt" / "cpu" / "kernels"
@@ -24,6 +26,8 @@ FLOORS = {
     "int8 M=1 K=1024 of bandwidth": 0.90,
 }  # fmt: skip
 LIMITS = {"nvfp4 / int8 time M=32": 1.3}
+BYTES_LIMIT = 0.6  # of memory a weight in NVFP4, scales included
+WEIGHT = (6144, 1024)  # rows, columns
 
 
 def build() -> None:
@@ -45,7 +49,7 @@ def checks_of(told: dict[str, Any], *, has_targets: bool) -> list[Check]:
     """Ratios of one run."""
     limits = FLOORS | LIMITS if has_targets else {}
     return [
-        check(group_of(told), item["name"], item["ratios"], limit=limits.get(item["name"]),
+        check(group_name(told), item["name"], item["ratios"], limit=limits.get(item["name"]),
               is_floor=item["name"] in FLOORS)
         for item in told["results"]
     ]  # fmt: skip
@@ -54,13 +58,13 @@ def checks_of(told: dict[str, Any], *, has_targets: bool) -> list[Check]:
 def rows_of(told: dict[str, Any]) -> list[Row]:
     """Rates and times of one run."""
     return [
-        row(group_of(told), item["name"], [Turn(value=value, others=0.0, wall_s=1.0) for value in item["values"]],
+        row(group_name(told), item["name"], [Turn(value=value, others=0.0, wall_s=1.0) for value in item["values"]],
             unit=item["unit"])
         for item in told["results"]
     ]  # fmt: skip
 
 
-def group_of(told: dict[str, Any]) -> str:
+def group_name(told: dict[str, Any]) -> str:
     """What the numbers of one run are comparable within."""
     return "1 thread" if told["num_threads"] == 1 else f"{told['num_threads']} threads"
 
@@ -78,6 +82,8 @@ def main() -> None:
     runs = [run(count, pairs=args.pairs, only=args.only) for count in dict.fromkeys((1, args.threads))]
     checks = [item for told in runs for item in checks_of(told, has_targets=told["num_threads"] == args.threads)]
     rows = [item for told in runs for item in rows_of(told)]
+    num_bytes = _native.weight_bytes(DTYPES["nvfp4"], group_of("nvfp4"), *WEIGHT, 1)
+    checks.append(check("memory", "nvfp4: bytes a weight", [num_bytes / (WEIGHT[0] * WEIGHT[1])], limit=BYTES_LIMIT))
     circumstances["isa"] = runs[0]["isa"]
     publish(document("cpu_kernels", conditions=circumstances, rows=rows, checks=checks), save=args.save)
 
