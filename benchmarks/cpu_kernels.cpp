@@ -1,12 +1,12 @@
 // Kernel efficiency as ratios of what this machine can do, all measured in turn in one run. The last line is JSON.
 //
-// Compute: the instruction peak of one core (independent chains in registers) and the kernel, alternating, by the
-// thread's CPU time, so that other processes cost accuracy but do not fake slowness. Bandwidth and ratios between
-// kernels: the same pairs by wall time. Weights are cycled through more than 190 MB, as they come from memory in a real
-// forward.
+// Compute: the instruction peak (independent chains in registers) and the kernel alternate, on the same threads.
+// Bandwidth: the kernel against the best of plain reads of the same memory. Weights are cycled through more than 190 MB,
+// as they come from memory in a real forward. One thread is timed by its CPU time, so that other processes cost accuracy
+// but do not fake slowness; several are timed by the wall, the divided work of a node of the runner included.
 //
-// Usage: bench_kernels [--isa NAME] [--pairs N] [--only TEXT]
-// Left out: several threads, AMX, NUMA. Source: ours; method from docs/design.md (CPU benchmarks on shared cores).
+// Usage: bench_kernels [--threads N] [--isa NAME] [--pairs N] [--only TEXT]
+// Left out: AMX, NUMA. Source: ours; method from docs/benchmarks.md. benchmarks/cpu_kernels.py builds and runs it.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -19,6 +19,7 @@
 #include "dispatch.hpp"
 #include "memory.hpp"
 #include "pack.hpp"
+#include "pool.hpp"
 
 using namespace dlmrt::cpu;
 
@@ -34,9 +35,22 @@ double cpu_s(const std::function<void()>& f) {
   f();
   return clock_s(CLOCK_THREAD_CPUTIME_ID) - begin;
 }
+// On several threads: f runs them.
+double spent_s(const Pool& pool, const std::function<void()>& f) {
+  if (pool.size() == 1) return cpu_s(f);
+  const double begin = clock_s(CLOCK_MONOTONIC);
+  f();
+  return clock_s(CLOCK_MONOTONIC) - begin;
+}
 double median(std::vector<double> v) {
   std::nth_element(v.begin(), v.begin() + static_cast<int64_t>(v.size() / 2), v.end());
   return v[v.size() / 2];
+}
+
+std::string list(const std::vector<double>& values) {
+  std::string text;
+  for (double v : values) text += (text.empty() ? "" : ", ") + std::to_string(v);
+  return "[" + text + "]";
 }
 
 template <class T>
@@ -89,7 +103,8 @@ struct Layer {  // copies of one weight, enough to leave the caches, and rows to
   Buffer<uint8_t> panels;
   Buffer<float> scale, scales, out;
   Buffer<int32_t> sum;
-  Buffer<uint8_t> cells, scratch;
+  Buffer<uint8_t> cells;
+  std::vector<Buffer<uint8_t>> scratch;  // of each worker
 
   Layer(DType dtype, int64_t m, int64_t n, int64_t k)
       : dtype(dtype),
@@ -105,53 +120,56 @@ struct Layer {  // copies of one weight, enough to leave the caches, and rows to
         scales(m),
         out(m * n),
         sum(n),
-        cells(operand_bytes(input(), m, k)),
-        scratch(k * 40) {}
+        cells(operand_bytes(input(), m, k)) {}
   static int64_t bytes_of(DType t, int64_t n, int64_t k, int64_t group) {
     return num_panels(n) * panel_bytes(t, group, k);
   }
   int64_t bytes() const { return bytes_of(dtype, n, k, group); }
   double ops() const { return 2. * static_cast<double>(m * n) * static_cast<double>(k); }
   DType input() const { return dtype == DType::kF32 || dtype == DType::kBF16 ? dtype : DType::kInt8; }
-  void run(const KernelTable& t) {
+  void run(const KernelTable& t, Pool& pool) {
     const Weight w{dtype,    static_cast<int32_t>(group), n, k, panels.get() + next++ % copies * bytes(), scale.get(),
                    sum.get()};
+    while (scratch.size() < static_cast<size_t>(pool.size())) scratch.emplace_back(weight_scratch_bytes(w) + 64);
     const LinearArgs args{w, {input(), 0, k, cells.get(), scales.get()}, m, out.get(), n, 0};
-    t.linear(args, {0, num_panels(n)}, scratch.get());
+    pool.split(num_panels(n), 1,
+               [&](Range r, int worker) { t.linear(args, r, scratch[static_cast<size_t>(worker)].get()); });
   }
 };
 
 struct Bench {
   const KernelTable& table;
+  Pool& pool;
   int pairs;
   std::string only, json;
 
   bool wanted(const std::string& name) const { return only.empty() || name.find(only) != std::string::npos; }
-  void report(const std::string& name, double ratio, double best, const char* unit, double value) {
-    std::printf("%-34s %6.3f  (best %5.3f)  %8.1f %s\n", name.c_str(), ratio, best, value, unit);
+  // What each pair gave: a ratio, and a value in a unit.
+  void report(const std::string& name, const std::vector<double>& ratios, const char* unit,
+              const std::vector<double>& values) {
+    std::printf("%-40s %6.3f  %8.1f %s\n", name.c_str(), median(ratios), median(values), unit);
     std::fflush(stdout);
-    char line[160];
-    std::snprintf(line, sizeof(line), "%s\"%s\": {\"ratio\": %.4f, \"best\": %.4f, \"%s\": %.2f}",
-                  json.empty() ? "" : ", ", name.c_str(), ratio, best, unit, value);
-    json += line;
+    json += (json.empty() ? "{\"name\": \"" : ", {\"name\": \"") + name + "\", \"unit\": \"" + unit + "\", ";
+    json += "\"ratios\": " + list(ratios) + ", \"values\": " + list(values) + "}";
   }
 
   void share_of_peak(const std::string& name, DType dtype, int64_t m, int64_t n, int64_t k) {
     const Peak peak = peak_of(table.name, dtype);
     if (!wanted(name) || !peak.run) return;
     Layer layer(dtype, m, n, k);
-    const int64_t calls = std::max<int64_t>(1, static_cast<int64_t>(8e9 / layer.ops()));
+    const int64_t calls = std::max<int64_t>(1, static_cast<int64_t>(8e9 * pool.size() / layer.ops()));
     const int64_t chains = 400'000;
     std::vector<double> ratios, rates;
     for (int i = 0; i < pairs; i++) {
-      const double top = static_cast<double>(chains) * peak.ops / cpu_s([&] { peak.run(chains); });
-      const double rate = static_cast<double>(calls) * layer.ops() / cpu_s([&] {
-                            for (int64_t c = 0; c < calls; c++) layer.run(table);
+      const double top = static_cast<double>(chains * pool.size()) * peak.ops /
+                         spent_s(pool, [&] { pool.run([&](int) { peak.run(chains); }); });
+      const double rate = static_cast<double>(calls) * layer.ops() / spent_s(pool, [&] {
+                            for (int64_t c = 0; c < calls; c++) layer.run(table, pool);
                           });
       ratios.push_back(rate / top);
       rates.push_back(rate * 1e-9);
     }
-    report(name, median(ratios), *std::max_element(ratios.begin(), ratios.end()), "GOP/s", median(rates));
+    report(name, ratios, "GOP/s", rates);
   }
 
   void share_of_bandwidth(const std::string& name, DType dtype, int64_t m, int64_t n, int64_t k) {
@@ -159,24 +177,23 @@ struct Bench {
     Layer layer(dtype, m, n, k);
     std::vector<double> ratios, rates;
     const int64_t calls = layer.copies, bytes = calls * layer.bytes();
-    const auto read = [&] {  // four streams of 64-byte lines
+    const auto read = [&](Range part, int) {  // eight streams of a line
       const auto* p = reinterpret_cast<const uint64_t*>(layer.panels.get());
       uint64_t sums[8] = {};
-      for (int64_t i = 0; i + 8 <= bytes / 8; i += 8)
+      for (int64_t i = part.begin / 8; i + 8 <= part.end / 8; i += 8)
         for (int j = 0; j < 8; j++) sums[j] += p[i + j];
       volatile uint64_t sink = sums[0] + sums[1] + sums[2] + sums[3] + sums[4] + sums[5] + sums[6] + sums[7];
       static_cast<void>(sink);
     };
     double best_read = 0;
-    std::vector<double> kernel;
     for (int i = 0; i < pairs; i++) {
-      best_read = std::max(best_read, static_cast<double>(bytes) / cpu_s(read));
-      kernel.push_back(static_cast<double>(bytes) / cpu_s([&] {
-                         for (int64_t c = 0; c < calls; c++) layer.run(table);
-                       }));
+      best_read = std::max(best_read, static_cast<double>(bytes) / spent_s(pool, [&] { pool.split(bytes, 4096, read); }));
+      rates.push_back(static_cast<double>(bytes) * 1e-9 / spent_s(pool, [&] {
+                        for (int64_t c = 0; c < calls; c++) layer.run(table, pool);
+                      }));
     }
-    for (double r : kernel) ratios.push_back(r / best_read);
-    report(name, median(ratios), *std::max_element(ratios.begin(), ratios.end()), "GB/s", median(kernel) * 1e-9);
+    for (double r : rates) ratios.push_back(r * 1e9 / best_read);
+    report(name, ratios, "GB/s", rates);
   }
 
   void time_ratio(const std::string& name, DType a, DType b, int64_t m, int64_t n, int64_t k) {
@@ -185,16 +202,16 @@ struct Bench {
     const int64_t calls = std::max(first.copies, static_cast<int64_t>(4e9 / first.ops()));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {
-      const double x = cpu_s([&] {
-        for (int64_t c = 0; c < calls; c++) first.run(table);
+      const double x = spent_s(pool, [&] {
+        for (int64_t c = 0; c < calls; c++) first.run(table, pool);
       });
-      const double y = cpu_s([&] {
-        for (int64_t c = 0; c < calls; c++) second.run(table);
+      const double y = spent_s(pool, [&] {
+        for (int64_t c = 0; c < calls; c++) second.run(table, pool);
       });
       ratios.push_back(x / y);
       times.push_back(x / static_cast<double>(calls) * 1e6);
     }
-    report(name, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+    report(name, ratios, "us", times);
   }
 
   // statistics of a head against its products alone
@@ -217,7 +234,7 @@ struct Bench {
     Buffer<uint8_t> scratch(head_scratch_bytes(args));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {
-      const double product = cpu_s([&] { layer.run(table); });
+      const double product = cpu_s([&] { layer.run(table, pool); });
       const double all = cpu_s([&] {
         table.head_stats(args, {0, tiles}, scratch.get());
         table.head_merge(merge, {0, ceil_div(m, 16)});
@@ -225,7 +242,7 @@ struct Bench {
       ratios.push_back(all / product);
       times.push_back(all * 1e6);
     }
-    report(name, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+    report(name, ratios, "us", times);
   }
 
   // one layer's attention and row-wise work against its int8 products, 28 x 1024 shape
@@ -282,13 +299,13 @@ struct Bench {
       for (int i = 0; i < pairs; i++) {
         double products = 0, rest = 0;
         for (int c = 0; c < 6; c++) {
-          products += cpu_s([&] { qkv.run(table), o.run(table), up.run(table), down.run(table); });
+          products += cpu_s([&] { qkv.run(table, pool), o.run(table, pool), up.run(table, pool), down.run(table, pool); });
           rest += cpu_s(run);
         }
         ratios.push_back(rest / products);
         times.push_back(rest / 6 * 1e6);
       }
-      report(name + ": " + part, median(ratios), *std::min_element(ratios.begin(), ratios.end()), "us", median(times));
+      report(name + ": " + part, ratios, "us", times);
     }
   }
 };
@@ -297,30 +314,32 @@ struct Bench {
 
 int main(int argc, char** argv) {
   std::string isa, only;
-  int pairs = 7;
+  int pairs = 7, threads = 1;
   for (int i = 1; i + 1 < argc; i += 2) {
     if (!std::strcmp(argv[i], "--isa")) isa = argv[i + 1];
     else if (!std::strcmp(argv[i], "--pairs")) pairs = std::max(1, std::atoi(argv[i + 1]));
+    else if (!std::strcmp(argv[i], "--threads")) threads = std::max(1, std::atoi(argv[i + 1]));
     else if (!std::strcmp(argv[i], "--only")) only = argv[i + 1];
-    else return std::fprintf(stderr, "usage: bench_kernels [--isa NAME] [--pairs N] [--only TEXT]\n"), 2;
+    else return std::fprintf(stderr, "usage: bench_kernels [--threads N] [--isa NAME] [--pairs N] [--only TEXT]\n"), 2;
   }
-  Bench b{select_kernels(isa), pairs, only, ""};
-  std::printf("%s, one thread, median of %d pairs\n", b.table.name, pairs);
+  Pool pool(threads);
+  Bench b{select_kernels(isa), pool, pairs, only, ""};
+  std::printf("%s, %d threads, median of %d pairs\n", b.table.name, threads, pairs);
   b.share_of_peak("int8 M=32 K=1024 of peak", DType::kInt8, 32, 6144, 1024);
   b.share_of_peak("int8 M=32 K=2048 of peak", DType::kInt8, 32, 1024, 2048);
   b.share_of_peak("int8 M=32 K=3072 of peak", DType::kInt8, 32, 1024, 3072);
-  b.share_of_peak("int8 M=8 K=1024 of peak", DType::kInt8, 8, 6144, 1024);
   b.share_of_peak("bf16 M=32 K=1024 of peak", DType::kBF16, 32, 6144, 1024);
-  b.share_of_peak("fp32 M=32 K=1024 of peak", DType::kF32, 32, 2048, 1024);
   b.share_of_bandwidth("int8 M=1 K=1024 of bandwidth", DType::kInt8, 1, 6144, 1024);
-  b.share_of_bandwidth("int8 M=4 K=1024 of bandwidth", DType::kInt8, 4, 6144, 1024);
   b.share_of_bandwidth("bf16 M=1 K=1024 of bandwidth", DType::kBF16, 1, 6144, 1024);
   for (int64_t m : {1, 4, 8, 32})
     b.time_ratio("nvfp4 / int8 time M=" + std::to_string(m), DType::kNVFP4, DType::kInt8, m, 6144, 1024);
-  b.time_ratio("int4 / int8 time M=1", DType::kInt4, DType::kInt8, 1, 6144, 1024);
   b.time_ratio("bf16 / int8 time M=32", DType::kBF16, DType::kInt8, 32, 6144, 1024);
-  b.head("head with statistics / product", 32, 151936, 1024);
-  b.rest_of_layer("M=32, context 256", 32, 256);
-  std::printf("{\"isa\": \"%s\", \"threads\": 1, \"pairs\": %d, \"results\": {%s}}\n", b.table.name, pairs,
-              b.json.c_str());
+  if (threads == 1) {  // parts that no division of work is written for here
+    b.share_of_peak("int8 M=8 K=1024 of peak", DType::kInt8, 8, 6144, 1024);
+    b.share_of_peak("fp32 M=32 K=1024 of peak", DType::kF32, 32, 2048, 1024);
+    b.time_ratio("int4 / int8 time M=1", DType::kInt4, DType::kInt8, 1, 6144, 1024);
+    b.head("head with statistics / product", 32, 151936, 1024);
+    b.rest_of_layer("M=32, context 256", 32, 256);
+  }
+  std::printf("{\"isa\": \"%s\", \"num_threads\": %d, \"results\": [%s]}\n", b.table.name, threads, b.json.c_str());
 }

@@ -62,7 +62,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A ratio, or a value with a limit; lower is better throughout."""
+    """A ratio, or a value with a limit; lower is better unless `is_floor`."""
 
     group: str
     what: str  # "A / B": value of A divided by that of B
@@ -71,11 +71,14 @@ class Check:
     q75: float
     num: int
     limit: float | None = None  # None: reported without a target
+    is_floor: bool = False  # the limit is a least value: a share of a peak, a rate
 
     @property
     def is_met(self) -> bool | None:
         """Whether the target is met; None without one."""
-        return None if self.limit is None else self.value <= self.limit
+        if self.limit is None:
+            return None
+        return self.value >= self.limit if self.is_floor else self.value <= self.limit
 
 
 class Watch:
@@ -176,10 +179,14 @@ def ratio(
     return check(group, f"{subject} / {peer}", ratios, limit=limit)
 
 
-def check(group: str, what: str, values: Sequence[float], *, limit: float | None = None) -> Check:
-    """Median and quartiles of `values` against an upper limit."""
+def check(
+    group: str, what: str, values: Sequence[float], *, limit: float | None = None, is_floor: bool = False
+) -> Check:
+    """Median and quartiles of `values` against an upper limit, or a lower one with `is_floor`."""
     low, middle, high = (quantile(values, share) for share in (0.25, 0.5, 0.75))
-    return Check(group=group, what=what, value=middle, q25=low, q75=high, num=len(values), limit=limit)
+    return Check(
+        group=group, what=what, value=middle, q25=low, q75=high, num=len(values), limit=limit, is_floor=is_floor
+    )
 
 
 def document(
@@ -211,7 +218,9 @@ def publish(result: Mapping[str, Any], *, save: bool) -> None:
         print(f"{item['group']:<10} {item['name']:<34} {item['median']:.4g} {item['unit']} ({spread}){note}",
               file=sys.stderr)  # fmt: skip
     for item in result["checks"]:
-        target = "" if item["limit"] is None else f"  target {item['limit']:g}: {'met' if item['is_met'] else 'MISSED'}"
+        bound = ">=" if item["is_floor"] else "<="
+        verdict = "met" if item["is_met"] else "MISSED"
+        target = "" if item["limit"] is None else f"  target {bound} {item['limit']:g}: {verdict}"
         spread = f"{item['q25']:.3g} .. {item['q75']:.3g}"
         print(f"{item['group']:<10} {item['what']:<60} {item['value']:.3g} ({spread}){target}", file=sys.stderr)
     for text in result["skipped"]:

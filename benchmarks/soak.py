@@ -6,7 +6,7 @@ Without --base-url it starts `dlmrt serve MODEL` on a free loopback port. Three 
 
 1. load    each client sends its own prompt, plain or streamed; one in ten leaves in the middle, others read slowly or
            send oversize or malformed bodies. Every complete answer must equal the one asked for alone.
-2. memory  sequential requests; the resident memory of the server over the second half of them.
+2. memory  sequential requests; the memory of the server over the second half of them.
 3. cancel  a long answer whose client leaves; seconds until the engine is idle, beside the time of a block.
 
 The last line on stdout is one JSON document; the exit status is 1 when a promise was broken. Standard library only: it
@@ -20,9 +20,9 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import os
 import platform
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -60,17 +60,19 @@ class Server:
         """The JSON of a GET."""
         return json.loads(self.request("GET", path)[2])
 
-    def metric(self, name: str) -> float:
-        """Sum of a metric over its labels."""
+    def metric(self, name: str, label: str = "") -> float:
+        """Sum of a metric over its labels, or over those that contain `label`."""
         lines = self.request("GET", "/metrics")[2].decode().splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name}{{", f"{name} ")))
+        mine = (line for line in lines if line.startswith((f"{name}{{", f"{name} ")) and label in line)
+        return sum(float(line.rsplit(" ", 1)[1]) for line in mine)
 
-    def resident_bytes(self) -> float:
-        """Memory of the server, from the kernel where it is ours; its own metric is coarser."""
-        if self.pid is None or not Path("/proc").is_dir():
+    def memory_bytes(self) -> float:
+        """Memory of the server's own; pages of files come and go with the machine's cache. Elsewhere its metric."""
+        status = Path(f"/proc/{self.pid}/status")
+        if self.pid is None or not status.exists():
             return self.metric("process_resident_memory_bytes")
-        pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
-        return float(pages) * os.sysconf("SC_PAGE_SIZE")
+        (kilobytes,) = re.findall(r"RssAnon:\s+(\d+) kB", status.read_text(encoding="ascii"))
+        return float(kilobytes) * 1024
 
     def open(self, body: dict[str, Any], *, receive_bytes: int | None = None) -> socket.socket:
         """Send a request and leave the rest to the caller."""
@@ -161,8 +163,12 @@ class Load:
         return self._verdict(int(head.split()[1]), stream_text(lines), expected)
 
     def _leave(self, client: int, draw: random.Random, expected: str) -> str:
+        """Some while they wait or are prepared, some when their stream has begun."""
         connection = self.server.open(self.body(client, stream=draw.random() < 0.7))
-        time.sleep(draw.random() * 0.2)
+        if draw.random() < 0.5:
+            time.sleep(draw.random() * 0.2)
+        else:
+            connection.recv(256)
         connection.close()
         return "done"
 
@@ -191,22 +197,15 @@ def stream_text(data: bytes) -> str:
     return text
 
 
-def measure_memory(load: Load, num_requests: int) -> dict[str, float]:
-    """Phase 2: resident bytes at the start, half-way and at the end."""
-    marks = []
-    for number in range(num_requests + 1):
-        if number in (0, num_requests // 2, num_requests):
-            marks.append(load.server.resident_bytes())
-        if number < num_requests:
+def measure_memory(load: Load, num_requests: int) -> dict[str, Any]:
+    """Phase 2: bytes after every eighth of the requests, and the growth over their second half."""
+    marks = [load.server.memory_bytes()]
+    for part in range(1, 9):
+        for number in range(num_requests * (part - 1) // 8, num_requests * part // 8):
             load.alone(number % 8)
-    growth = (marks[2] - marks[1]) / max(1, num_requests - num_requests // 2)
-    return {
-        "requests": num_requests,
-        "start_bytes": marks[0],
-        "half_bytes": marks[1],
-        "end_bytes": marks[2],
-        "growth_bytes_per_request": growth,
-    }
+        marks.append(load.server.memory_bytes())
+    growth = (marks[8] - marks[4]) / max(1, num_requests - num_requests // 2)
+    return {"requests": num_requests, "marks_bytes": marks, "growth_bytes_per_request": growth}
 
 
 def measure_cancel(load: Load, max_tokens: int) -> dict[str, float]:
@@ -259,6 +258,7 @@ def main() -> int:
         began = time.monotonic()
         load.run(clients=options.clients, rounds=options.rounds, seed=options.seed)
         load_s = time.monotonic() - began
+        num_cut = server.metric("dlmrt:request_success_total", 'finished_reason="abort"')
         print(f"load    {dict(sorted(load.counts.items()))} in {load_s:.1f} s", file=sys.stderr)
         memory = measure_memory(load, options.requests) if options.requests else None
         print(f"memory  {memory}", file=sys.stderr)
@@ -281,6 +281,7 @@ def main() -> int:
         "seed": options.seed,
         "load": dict(sorted(load.counts.items())),
         "load_s": load_s,
+        "cut_while_running": num_cut,
         "memory": memory,
         "cancel": cancel,
         "ok": load.is_right and is_flat and is_prompt,

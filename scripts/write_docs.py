@@ -23,7 +23,8 @@ This page is written by `make docs` from the programs' own help; do not edit it.
 
 Data goes to stdout; notices, statistics and errors go to stderr. An error is one line, `--debug` adds its traceback.
 Exit status: 0, 1 failure, 2 usage, 130 Ctrl-C. A model is the name of an embedded checkpoint, a folder in Hugging Face
-layout, or a hub id such as `org/name`. `dlmrt run` is `dlmrt generate`, `dlmrt doctor` is `dlmrt env`.
+layout, or a hub id such as `org/name`. `dlmrt run` is `dlmrt generate`, and without a prompt on a terminal it is
+`dlmrt chat`; `dlmrt doctor` is `dlmrt env`, `dlmrt convert` is `dlmrt quantize`.
 
 `--decode-config` reads TOML, YAML or JSON with the long names of the decode options as keys (`max_denoising_steps`, or
 an alias); an option on the command line overrules the file. What neither gives comes from the checkpoint's

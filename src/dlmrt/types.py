@@ -118,6 +118,7 @@ class RequestRecord:
     states: tuple[StepState, ...] = ()  # only with record=True
     # Whole canvases at their end, prompt part and right of EOS included; open slots hold what the last forward saw.
     blocks: tuple[Int32, ...] = ()  # only with record=True
+    logprobs: tuple[TokenLogprob, ...] = ()  # one per id of the answer; only with record=True
 
 
 @dataclass(frozen=True, kw_only=True)

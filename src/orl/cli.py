@@ -22,6 +22,7 @@ from orl.cli_measure import DebugOption, QuietOption, compare, evaluate, frontie
 
 if TYPE_CHECKING:
     from orl.recipe import PretrainRecipe
+    from orl.train_recipe import TrainRecipe
 
 app = typer.Typer(
     name="orl",
@@ -99,15 +100,18 @@ def pretrain(
 ) -> None:
     """Pre-train a small model, or convert a checkpoint (run.init).
 
-    Prints the checkpoint's folder. Ctrl-C saves the run; the same command goes on, also after a kill.
+    Prints the checkpoint's folder. Ctrl-C saves the run; the same command goes on, also after a kill. Several
+    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl pretrain RECIPE.
     """
     with guarded(debug):
         from orl.pretrain import pretrain as run
         from orl.progress import TrainingBar
+        from orl.ranks import is_main_process
         from orl.recipe import PretrainRecipe, load_recipe
 
         resolved = load_recipe(recipe, PretrainRecipe, set_ or [])
         folder = run_dir or Path("runs") / recipe.stem
+        quiet = quiet or not is_main_process()
         try:
             with TrainingBar(resolved.optim.steps, enabled=not quiet and sys.stderr.isatty()) as bar:
                 model = run(
@@ -121,7 +125,8 @@ def pretrain(
             if not quiet:
                 typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)
             raise
-        typer.echo(model)
+        if is_main_process():
+            typer.echo(model)
 
 
 @app.command()
@@ -136,21 +141,32 @@ def train(
     stop_after: Annotated[
         float | None, typer.Option(min=0, help="Save and stop after this many seconds; call again to go on.")
     ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Count parameters, memory and rows from run.init's config.json; train nothing."),
+    ] = False,
+    ranks: Annotated[int, typer.Option(min=1, help="Processes that a dry run counts for.")] = 1,
     quiet: QuietOption = False,
     debug: DebugOption = False,
 ) -> None:
     """Train by On-Policy Residual Learning: the model learns from its own verified answers to decode in fewer steps.
 
-    Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill.
+    Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill. Several
+    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl pretrain RECIPE.
     """
     with guarded(debug):
         from orl.progress import UpdateBar
+        from orl.ranks import is_main_process
         from orl.recipe import load_recipe
         from orl.train import train as run
         from orl.train_recipe import TrainRecipe
 
         resolved = load_recipe(recipe, TrainRecipe, set_ or [])
+        if dry_run:
+            typer.echo(json.dumps(_dry_run(resolved, ranks), indent=1))
+            return
         folder = run_dir or Path("runs") / recipe.stem
+        quiet = quiet or not is_main_process()
         try:
             with UpdateBar(resolved.optim.updates, enabled=not quiet and sys.stderr.isatty()) as bar:
                 model = run(resolved, folder, on_progress=bar.update, stop_after_s=stop_after)
@@ -158,7 +174,18 @@ def train(
             if not quiet:
                 typer.echo(f"notice: interrupted; the same command goes on from {folder}", err=True)
             raise
-        typer.echo(model)
+        if is_main_process():
+            typer.echo(model)
+
+
+def _dry_run(recipe: TrainRecipe, num_ranks: int) -> dict[str, Any]:
+    """Counts for prompts of 200 tokens and answers of 500, the middle of the tasks that papers train on."""
+    from dlmrt.checkpoint.hub import resolve
+    from dlmrt.models.config import load_config
+    from orl.dry_run import dry_run
+
+    config = load_config(resolve(recipe.run.init))
+    return dry_run(config, recipe, num_ranks=num_ranks, prompt_tokens=200, answer_tokens=500)
 
 
 def _held_out_evaluation(recipe: PretrainRecipe) -> Callable[[Path], dict[str, Any]]:

@@ -98,5 +98,5 @@ def distinct_n(answers: Sequence[Sequence[int]], n: int) -> float | None:
     return len(set(grams)) / len(grams) if grams else None
 
 
-def _mean(values: Sequence[float] | npt.NDArray[np.generic]) -> float | None:
+def _mean(values: Sequence[float] | npt.NDArray[np.integer]) -> float | None:
     return float(np.mean(values)) if len(values) else None

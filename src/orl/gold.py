@@ -11,18 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dlmrt.models import qwen3
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
+from dlmrt.ops.spec import Ops
 from dlmrt.types import Int32
 from orl.losses import log_probs
 from orl.packing import NOISE_STREAM, Example, Noise, Share, generator
 from orl.replay import ReplayBatch, ReplayResponse, ReplayState, packed_logits
+from orl.shard import run_with
 
 _LEAST_LEVEL = 0.02  # of noise
 
@@ -86,15 +90,22 @@ def self_condition(
         banned: bool [V], ids that may not be predicted.
     """
     for at, response in enumerate(responses):
-        if at % 2 or not qwen3.has_residual(config):
+        if at % 2 or not family_of(config).has_residual(config):
             yield response
             continue
         everything = replace(
             response, states=tuple(replace(s, is_anchored_L=np.ones_like(s.is_open_L)) for s in response.states)
         )
         share = Share(response=0, states=tuple(range(len(response.states))))
-        logits = packed_logits(params, ReplayBatch([everything], [1.0], [share], config))
-        z = qwen3.soft_embedding(ops, params, config, log_probs(logits, banned).exp()).float()
+        batch = ReplayBatch([everything], [1.0], [share], config, device=str(banned.device))
+        z = run_with(params, partial(_first_pass, batch=batch, banned=banned))
         residuals = torch.unflatten(z, 0, (len(response.states), -1)).numpy()
         states = tuple(replace(s, residual_LD=r) for s, r in zip(response.states, residuals, strict=True))
         yield replace(response, states=states)
+
+
+def _first_pass(params: Mapping[str, Tensor], *, batch: ReplayBatch, banned: Tensor) -> Tensor:
+    """Soft embedding float32 [R, D] of the current model's prediction, without a residual."""
+    probs = log_probs(packed_logits(params, batch), banned).exp()
+    z: Tensor = family_of(batch.config).soft_embedding(cast(Ops, ops), params, batch.config, probs)
+    return z.float().cpu()

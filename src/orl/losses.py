@@ -76,8 +76,10 @@ class StateLosses:
 
 
 def log_probs(logits_RV: Tensor, banned: Tensor) -> Tensor:
-    """Log-probabilities float32 [R, V] over the ids that may be predicted; `banned` bool [V]."""
-    return logits_RV.float().masked_fill(banned, _BANNED).log_softmax(-1)
+    """Log-probabilities [R, V], float32 or better, over the ids that may be predicted; `banned` bool [V]."""
+    return (
+        logits_RV.to(torch.promote_types(logits_RV.dtype, torch.float32)).masked_fill(banned, _BANNED).log_softmax(-1)
+    )
 
 
 def normalised_entropy(log_probs_RV: Tensor, num_ids: int) -> Tensor:

@@ -26,9 +26,9 @@ from orl.packing import Rows
 class Batch:
     """Packed sequences as tensors [B, T]; see `orl.packing.Rows`."""
 
-    def __init__(self, bins: Sequence[Rows]) -> None:
+    def __init__(self, bins: Sequence[Rows], *, device: str = "cpu") -> None:
         def stack(name: str) -> Tensor:
-            return torch.from_numpy(np.stack([getattr(rows, name) for rows in bins]))
+            return torch.from_numpy(np.stack([getattr(rows, name) for rows in bins])).to(device)
 
         self.ids, self.positions, self.targets, self.weights = map(stack, ("ids", "positions", "targets", "weights"))
         self.segment, self.copy, self.block_start = map(stack, ("segment", "copy", "block_start"))
@@ -38,7 +38,7 @@ class Batch:
 
     def predictors(self, hidden: Tensor, which: Tensor) -> Tensor:
         """Hidden states [R, D] of the rows that predict the rows `which` (bool [B, T]) of `hidden` [B, T, D]."""
-        bins = torch.arange(len(hidden)).unsqueeze(-1).expand_as(which)
+        bins = torch.arange(len(hidden), device=hidden.device).unsqueeze(-1).expand_as(which)
         return hidden[bins[which], self._predicted_by[which]]
 
     def attend(self, config: ModelConfig) -> ops.MaskedAttention:
@@ -48,16 +48,21 @@ class Batch:
 
 
 def batch_loss(
-    params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, *, self_condition: bool, denominator: float
-) -> tuple[Tensor, dict[str, float]]:
+    params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, *, self_condition: bool, denominator: float,
+    run_first_pass: bool = False,
+) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Weighted cross-entropy of one micro-batch, and the accuracy on next tokens and on unresolved slots.
 
     Args:
         self_condition: run a first pass without gradient and feed its soft embedding to the noisy rows.
         denominator: sum of weights over the whole step.
+        run_first_pass: run it even if its result is not used but replaced by 0, because another process of a sharded
+            model does: collectives, and which parameters get a gradient, must match.
     """
     attend = batch.attend(config)
-    z = _first_pass(params, config, batch, attend) if self_condition else None
+    z = _first_pass(params, config, batch, attend) if self_condition or run_first_pass else None
+    if z is not None and not self_condition:
+        z = torch.zeros_like(z)
     where = batch.is_noisy
     if config.diffusion is not None and config.diffusion.residual.where == "masked":
         where = where & batch.is_unresolved

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dlmrt.models import qwen3
 from orl.recipe import OptimSection
+from orl.shard import sharded_as, whole
 from orl.train_recipe import UpdateSection
 
 
@@ -55,12 +56,12 @@ class NamedOptimizers:
             optimizer.zero_grad(set_to_none=True)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All state tensors, named ``optim.<optimizer>.<parameter>.<key>``."""
+        """All state tensors, whole, named ``optim.<optimizer>.<parameter>.<key>``; every rank must ask."""
         found = {}
         for name, optimizer in self.by_name.items():
             for idx, state in optimizer.state_dict()["state"].items():
                 for key, value in state.items():
-                    found[f"optim.{name}.{self.names[name][idx]}.{key}"] = torch.as_tensor(value)
+                    found[f"optim.{name}.{self.names[name][idx]}.{key}"] = whole(torch.as_tensor(value))
         return found
 
     def restore(self, tensors: Mapping[str, Tensor]) -> None:
@@ -69,7 +70,10 @@ class NamedOptimizers:
             state = {}
             for idx, parameter in enumerate(self.names[name]):
                 prefix = f"optim.{name}.{parameter}."
-                found = {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+                like = optimizer.param_groups[0]["params"][idx]
+                found = {
+                    k.removeprefix(prefix): sharded_as(v, like) for k, v in tensors.items() if k.startswith(prefix)
+                }
                 if found:
                     state[idx] = found
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
@@ -105,10 +109,11 @@ class PathwayOptimizers(NamedOptimizers):
 
     Args:
         params: leaves that require gradients, by name.
+        adapter: how the names of the pathway's parameters begin.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], section: UpdateSection) -> None:
-        pathway = [n for n in params if n.startswith(qwen3.ADAPTER)]
+    def __init__(self, params: Mapping[str, Tensor], section: UpdateSection, *, adapter: str) -> None:
+        pathway = [n for n in params if n.startswith(adapter)]
         names = {"backbone": [n for n in params if n not in pathway], "residual": pathway}
         names = {group: members for group, members in names.items() if members}
         base_lr = {"backbone": section.lr, "residual": section.lr * section.residual_lr_ratio}
@@ -125,6 +130,6 @@ class PathwayOptimizers(NamedOptimizers):
     def clip(self, max_norm: float) -> dict[str, float]:
         """Clip the gradients of each group to `max_norm`; their norms before that."""
         return {
-            group: float(torch.nn.utils.clip_grad_norm_([self.params[n] for n in members], max_norm))
+            group: float(whole(torch.nn.utils.clip_grad_norm_([self.params[n] for n in members], max_norm)))
             for group, members in self.names.items()
         }

@@ -6,7 +6,8 @@ AdamW (`orl.optimizers`), cosine schedule.
 Nothing random lives in torch: data and noise are functions of (seed, number), the self-conditioning coin of (seed,
 step), so a killed run resumes exactly from parameters, optimizer state and a few integers.
 
-Left out on purpose: distributed training, gradient checkpointing (models of 5-15 M parameters).
+Under torchrun several processes share every step (`orl.ranks`, `orl.shard`): each holds a part of the parameters and
+runs a part of the micro-batches; loss, gradients and tokens are those of one process.
 
 Source: ours; sources of the parts are named in their modules.
 """
@@ -33,8 +34,10 @@ from orl.interrupt import uninterrupted
 from orl.objective import Batch, batch_loss
 from orl.optimizers import Optimizers, learning_rate_ratio
 from orl.packing import COIN_STREAM, Rows, generator
+from orl.ranks import Ranks, joined
 from orl.recipe import PretrainRecipe
 from orl.run_folder import RunFolder
+from orl.shard import ShardedParams, run_with, whole
 from orl.start import init_params, load_init, model_config, noise_of, open_tokenizer, restore_params
 
 Evaluate = Callable[[Path], dict[str, Any]]
@@ -71,14 +74,21 @@ def pretrain(
     """
     if recipe.run.num_threads:
         torch.set_num_threads(recipe.run.num_threads)
-    run = Run(recipe, run_dir)
+    with joined() as ranks:
+        return _pretrain(Run(recipe, run_dir, ranks), evaluate, on_progress if ranks.is_main else None, stop_after_s)
+
+
+def _pretrain(
+    run: Run, evaluate: Evaluate | None, on_progress: Callable[[Progress], None] | None, stop_after_s: float | None
+) -> Path:
+    recipe, ranks = run.recipe, run.ranks
     num_steps, started = recipe.optim.steps, time.monotonic()
     first_step, last_save, spent_s = run.step, started, 0.0
     try:
         while run.step < num_steps:
             with uninterrupted():
                 entry = run.train_step()
-                run.folder.log(entry)
+                run.log(entry)
             spent_s += recipe.optim.bins_per_step * recipe.data.pack_tokens / entry["rows_per_s"]
             if on_progress:
                 left_s = (num_steps - run.step) * spent_s / (run.step - first_step)
@@ -86,16 +96,20 @@ def pretrain(
                                      rows_per_s=entry["rows_per_s"], seconds_left=left_s))  # fmt: skip
             is_last = run.step == num_steps
             if evaluate and (run.step % recipe.run.eval_every_steps == 0 or is_last):
-                run.folder.log({"step": run.step, "eval": evaluate(run.export())})
+                folder = run.export()
+                run.log({"step": run.step, "eval": evaluate(folder) if ranks.is_main else None})
             now = time.monotonic()
             is_late = stop_after_s is not None and now - started > stop_after_s
-            if is_last or is_late or now - last_save > recipe.run.save_every_s:
+            # The clocks of several processes differ, and saving takes all of them.
+            is_late, is_due = ranks.from_main((is_late, now - last_save > recipe.run.save_every_s))
+            if is_last or is_late or is_due:
                 run.save()
                 last_save = time.monotonic()
             if is_late:
                 break
     except KeyboardInterrupt:
-        run.save()
+        if ranks.size == 1:  # several may be a step apart: their last common state stands
+            run.save()
         raise
     return run.export()
 
@@ -103,21 +117,28 @@ def pretrain(
 class Run:
     """Everything that a step changes: parameters, optimizers, stream, counters; and how it is saved."""
 
-    def __init__(self, recipe: PretrainRecipe, run_dir: Path) -> None:
-        self.recipe = recipe
-        self.folder = RunFolder(run_dir)
-        self.folder.check_recipe(recipe)
-        self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
+    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+        self.recipe, self.path = recipe, run_dir
+        self.ranks = ranks = ranks or Ranks()
+        self.folder: RunFolder | None = None
+        if ranks.is_main:
+            self.folder = RunFolder(run_dir)
+            self.folder.check_recipe(recipe)
+            self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
+        ranks.wait()
+        if not ranks.is_main:
+            self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
         self.config = model_config(recipe, self.codec)
-        self.params = init_params(self.config, recipe.run.seed)
+        params = init_params(self.config, recipe.run.seed)
         self.step, self.num_rows = 0, 0
         self.num_skipped, self.num_skipped_in_a_row = 0, 0
-        saved = self.folder.load_state()
-        if saved is None and recipe.run.init:
-            load_init(self.params, self.config, recipe.run.init)
-        for tensor in self.params.values():
-            tensor.requires_grad_(True)
-        self.optimizers = Optimizers(self.params, recipe.optim)
+        saved = ranks.from_main(self.folder.load_state() if self.folder else None)
+        if saved is not None:
+            restore_params(params, saved[0], run_dir)
+        elif recipe.run.init:
+            load_init(params, self.config, recipe.run.init)
+        self.params = ShardedParams({name: tensor.to(ranks.device) for name, tensor in params.items()})
+        self.optimizers = Optimizers(self.params.parameters(), recipe.optim)
         noise = noise_of(self.config, self.codec)
         self.stream = PackedStream(recipe.data, recipe.objective, noise, self.codec, recipe.run.seed)
         if saved is not None:
@@ -131,8 +152,8 @@ class Run:
         """
         section, began = self.recipe.optim, time.monotonic()
         bins = self.stream.take(section.bins_per_step)
-        entry = accumulate_gradients(self.params, self.config, self.recipe, bins, self.step)
-        norm = float(torch.nn.utils.clip_grad_norm_(self.params.values(), section.grad_clip))
+        entry = accumulate_gradients(self.params, self.config, self.recipe, bins, self.step, self.ranks)
+        norm = float(whole(torch.nn.utils.clip_grad_norm_(self.params.parameters().values(), section.grad_clip)))
         ratio = learning_rate_ratio(self.step, section.steps, section.warmup_steps, section.lr_end_ratio)
         reason = _unusable(entry, norm)
         if reason is None:
@@ -164,22 +185,30 @@ class Run:
             "rows_per_s": round(num_rows / max(1e-9, time.monotonic() - began), 1),
         }
 
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        if self.folder:
+            self.folder.log(entry)
+
     def save(self) -> None:
-        """Write the state of this step; Ctrl-C waits for it."""
-        tensors = {f"param.{name}": tensor.detach() for name, tensor in self.params.items()} | self.optimizers.tensors()
+        """Write the state of this step; Ctrl-C waits for it. It passes through the memory of every process."""
+        tensors = {f"param.{name}": tensor for name, tensor in self._whole().items()} | self.optimizers.tensors()
         counters = {name: getattr(self, name) for name in ("num_rows", "num_skipped", "num_skipped_in_a_row")}
-        with uninterrupted():
-            self.folder.save_state(self.step, tensors, {"stream": self.stream.state(), **counters})
+        if self.folder:
+            with uninterrupted():
+                self.folder.save_state(self.step, tensors, {"stream": self.stream.state(), **counters})
 
     def export(self) -> Path:
         """Write the checkpoint of this step and return its folder."""
-        target = self.folder.path / "model"
-        tensors = {name: tensor.detach() for name, tensor in self.params.items()}
-        save_checkpoint(target, self.config, tensors, tokenizer_files=self.folder.path / "tokenizer")
+        target, tensors = self.path / "model", self._whole()
+        if self.ranks.is_main:
+            save_checkpoint(target, self.config, tensors, tokenizer_files=self.path / "tokenizer")
         return target
 
+    def _whole(self) -> dict[str, Tensor]:
+        return {name: whole(tensor.detach()).cpu() for name, tensor in self.params.parameters().items()}
+
     def _restore(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        restore_params(self.params, tensors, self.folder.states)
         self.optimizers.restore(tensors)
         self.stream.restore(extra["stream"])
         self.step, self.num_rows = int(extra["step"]), int(extra["num_rows"])
@@ -189,30 +218,53 @@ class Run:
 
 
 def accumulate_gradients(
-    params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int
-) -> dict[str, Any]:
-    """Add up the gradients of one step's micro-batches; the denominator is the whole step's."""
-    section, objective = recipe.optim, recipe.objective
+    params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int,
+    ranks: Ranks | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Add up the gradients of one step's micro-batches; the denominator is the whole step's.
+
+    Several processes take the micro-batches in turns, those with a first pass apart from the others.
+    """
+    section, objective, ranks = recipe.optim, recipe.objective, ranks or Ranks()
     denominator = float(sum(rows.weights.sum(dtype=np.float64) for rows in bins))
     coins = generator(recipe.run.seed, step, COIN_STREAM).random(len(bins))
     use_z = qwen3.has_residual(config)
+    micros = [
+        (use_z and bool(coins[first] < objective.self_conditioning_p), bins[first : first + section.bins_per_micro])
+        for first in range(0, len(bins), section.bins_per_micro)
+    ]
+    if ranks.size > 1:
+        micros.sort(key=lambda micro: micro[0])
     total, reports = 0.0, []
-    for first in range(0, len(bins), section.bins_per_micro):
-        batch = Batch(bins[first : first + section.bins_per_micro])
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
-            loss, report = batch_loss(
-                params, config, batch, self_condition=use_z and bool(coins[first] < objective.self_conditioning_p),
-                denominator=denominator,
+    for number, ((self_condition, rows), is_own) in enumerate(ranks.rounds(micros)):
+        batch = Batch(rows, device=ranks.device)
+        if not is_own:
+            batch.weights.zero_()
+        dealt = micros[number * ranks.size : (number + 1) * ranks.size]
+
+        def loss_of(
+            params: Mapping[str, Tensor], batch: Batch = batch, self_condition: bool = self_condition,
+            run_first_pass: bool = any(micro[0] for micro in dealt),
+        ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+            return batch_loss(
+                params, config, batch, self_condition=self_condition, denominator=denominator,
+                run_first_pass=run_first_pass,
             )  # fmt: skip
+
+        device = torch.device(ranks.device).type
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+            loss, report = run_with(params, loss_of)
         torch.autograd.backward(loss)
         total += float(loss.detach())
-        reports.append(report)
+        reports += [report] if is_own else []
+    parts = ranks.gathered((total, reports))
+    reports = [report for _, part in parts for report in part]
     means = {}
     for key in reports[0]:
         known = [report[key] for report in reports if not math.isnan(report[key])]
         if known:
             means[key] = float(np.mean(known))
-    return {"loss": total, "denominator": denominator, **means}
+    return {"loss": sum(part for part, _ in parts), "denominator": denominator, **means}
 
 
 def _unusable(entry: Mapping[str, Any], norm: float) -> str | None:

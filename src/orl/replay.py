@@ -19,19 +19,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from dlmrt.models import qwen3
+from dlmrt.models import layers
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
+from dlmrt.ops.spec import Ops
 from dlmrt.types import Bool, Float32, Int32
-from orl.attention import Canvases, StaircaseAttention, staircase
+from orl.attention import Canvases, Layout, staircase
+from orl.kernels import Kind, staircase_attention
 from orl.packing import CLEAN, Share
 from orl.rollout import BlockTrajectory, Trajectory
 from orl.train_recipe import LossSection
+from orl.two_pass import TwoPassStaircase
+
+_OPS = cast(Ops, ops)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,28 +148,31 @@ class ReplayBatch:
     Args:
         shares: which states of which response; clean rows are cut behind the last one needed.
         weights: of a state, one a response.
+        device: of the parameters.
+        attention: how the staircase is computed (`orl.kernels`).
     """
 
     def __init__(
-        self,
-        responses: Sequence[ReplayResponse],
-        weights: Sequence[float],
-        shares: Sequence[Share],
-        config: ModelConfig,
-    ) -> None:
+        self, responses: Sequence[ReplayResponse], weights: Sequence[float], shares: Sequence[Share],
+        config: ModelConfig, *, device: str = "cpu", attention: Kind = "auto",
+    ) -> None:  # fmt: skip
         assert config.diffusion is not None
+        self.device, self.attention = device, attention
         self.config, self.diffusion = config, config.diffusion
         self.parts = [_Part(responses[s.response], [responses[s.response].states[i] for i in s.states]) for s in shares]
         self.states = [state for part in self.parts for state in part.states]
         per_part = [(weights[share.response], len(share.states)) for share in shares]
         self.weight_S = torch.tensor([weight for weight, count in per_part for _ in range(count)])
         self._gather_slots()
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor) and name != "used":
+                setattr(self, name, value.to(device))
 
     def _gather_slots(self) -> None:
         """Slots with a loss, flat over all states."""
         length, states = self.diffusion.canvas_length, self.states
 
-        def flat(rows: list[np.ndarray], dtype: torch.dtype) -> Tensor:  # type: ignore[type-arg]
+        def flat(rows: list[npt.NDArray[np.generic]], dtype: torch.dtype) -> Tensor:
             return torch.from_numpy(np.concatenate(rows)).to(dtype)[used]
 
         open_, gated, anchored = (
@@ -199,11 +210,15 @@ class _Part:
         self.num_rows = len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
 
 
-def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, with_residual: bool = True) -> Tensor:
+def packed_logits(
+    params: Mapping[str, Tensor], batch: ReplayBatch, *, with_residual: bool = True, always_residual: bool = False
+) -> Tensor:
     """Logits [R, V] of all slots with a loss, in one forward over all rows.
 
     Args:
         with_residual: False: every state as if its z were 0.
+        always_residual: run the adapter also where every z is 0; the same parameters of a sharded model must get a
+            gradient on every process.
     """
     config, length = batch.config, batch.diffusion.canvas_length
     ids, positions, predicted_by, layout, noisy = [], [], [], [], []
@@ -223,19 +238,46 @@ def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, with_resi
             own = row + num_clean + i * length + np.arange(length)
             predicted_by.append(np.append(row + start - 1, own[:-1]) if batch.diffusion.logit_shift else own)
         row += part.num_rows
-    attend = StaircaseAttention(layout, batch.diffusion)
     is_noisy = torch.from_numpy(np.concatenate(noisy))
-    z, where = _residual(batch.states, is_noisy, config) if with_residual else (None, None)
-    hidden = qwen3.forward(
-        ops, params, config, torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions)), attend,
-        z=z, where=where,
+    z, where = _residual(batch.states, is_noisy, config, always=always_residual) if with_residual else (None, None)
+    ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
+    ids_T, positions_T, is_noisy = (t.to(batch.device) for t in (ids_T, positions_T, is_noisy))
+    z, where = (None if t is None else t.to(batch.device) for t in (z, where))
+    family = family_of(config)
+    if family.CONTEXT_DIFFERS:
+        hidden = _two_passes(params, config, ids_T, positions_T, is_noisy, layout, z, where)
+    else:
+        attend = staircase_attention(layout, config, device=batch.device, kind=batch.attention)
+        hidden = family.forward(_OPS, params, config, ids_T, positions_T, attend, z=z, where=where)
+    rows_R = torch.from_numpy(np.concatenate(predicted_by))[batch.used].to(batch.device)
+    logits: Tensor = family.head(_OPS, params, config, hidden[rows_R])
+    return logits
+
+
+def _two_passes(
+    params: Mapping[str, Tensor], config: ModelConfig, ids_T: Tensor, positions_T: Tensor, is_noisy_T: Tensor,
+    layout: Sequence[Layout], z: Tensor | None, where: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Final hidden states [T, D], clean rows run as context and noisy ones as canvases."""
+    family, attend, is_clean_T = family_of(config), TwoPassStaircase(layout, config), ~is_noisy_T
+    hidden = torch.zeros(len(ids_T), config.hidden_size, dtype=params[family.EMBEDDING].dtype, device=ids_T.device)
+    if is_clean_T.any():
+        clean = family.forward(
+            _OPS, params, config, ids_T[is_clean_T], positions_T[is_clean_T], attend.context, is_context=True
+        )
+        hidden = hidden.to(clean.dtype).index_put((is_clean_T.nonzero()[:, 0],), clean)
+    noisy = family.forward(
+        _OPS, params, config, ids_T[is_noisy_T], positions_T[is_noisy_T], attend.canvases,
+        z=None if z is None else z[is_noisy_T], where=None if where is None else where[is_noisy_T],
     )  # fmt: skip
-    return qwen3.head(ops, params, config, hidden[torch.from_numpy(np.concatenate(predicted_by))[batch.used]])
+    return hidden.to(noisy.dtype).index_put((is_noisy_T.nonzero()[:, 0],), noisy)
 
 
 def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor:
-    """The same, each state as a sequence of its own under the dense staircase."""
+    """The same, each state as a sequence of its own under the dense staircase; not where context rows run otherwise."""
     config, length = batch.config, batch.diffusion.canvas_length
+    family = family_of(config)
+    assert not family.CONTEXT_DIFFERS, "compare with the eager executor instead"
     found = []
     for part in batch.parts:
         for state in part.states:
@@ -246,17 +288,36 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             copy, block_start = torch.where(is_noisy, 0, CLEAN), torch.where(is_noisy, start, 0)
             visible = staircase(torch.zeros_like(copy), copy, positions, block_start, batch.diffusion, grid=part.grid)
             z, where = _residual([state], is_noisy, config)
-            hidden = qwen3.forward(ops, params, config, ids, positions, ops.MaskedAttention(visible), z=z, where=where)
+            attend = ops.MaskedAttention(visible)
+            hidden = family.forward(_OPS, params, config, ids, positions, attend, z=z, where=where)
             rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
             found.append(hidden[rows])
-    return qwen3.head(ops, params, config, torch.cat(found)[batch.used])
+    logits: Tensor = family.head(_OPS, params, config, torch.cat(found)[batch.used])
+    return logits
+
+
+@torch.no_grad()
+def residual_ratio(params: Mapping[str, Tensor], states: Sequence[ReplayState], config: ModelConfig) -> float | None:
+    """Norm of what the adapter adds over the norm of the embeddings it is added to.
+
+    None without any residual, and for families with an adapter of another form.
+    """
+    given = [state for state in states if state.residual_LD is not None]
+    if not given or family_of(config).ADAPTER != layers.ADAPTER:
+        return None
+    ids = torch.from_numpy(np.concatenate([state.canvas_L for state in given]))
+    z = torch.from_numpy(np.concatenate([state.residual_LD for state in given if state.residual_LD is not None]))
+    table = params[family_of(config).EMBEDDING]
+    embeddings, z = ops.embed(table, ids.to(table.device)), z.to(table.device)
+    added = layers.mix_residual(ops, params, config, torch.zeros_like(embeddings), z, None)
+    return float(added.norm() / embeddings.norm())
 
 
 def _residual(
-    states: Sequence[ReplayState], is_noisy_T: Tensor, config: ModelConfig
+    states: Sequence[ReplayState], is_noisy_T: Tensor, config: ModelConfig, *, always: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Residual [T, D] of the noisy rows and the rows that receive it; (None, None) where no state has one."""
-    if all(state.residual_LD is None for state in states):
+    if not (always and family_of(config).has_residual(config)) and all(s.residual_LD is None for s in states):
         return None, None
     assert config.diffusion is not None
     z = torch.zeros(len(is_noisy_T), config.hidden_size)

@@ -7,8 +7,10 @@ adjacent entropy contraction, anchor (`orl.losses`); one optimizer step; hand th
 Nothing random lives in torch: problems are numbered, decoding seeds, kept states and noise are functions of (seed,
 number), so a killed run goes on exactly from parameters, optimizer state and a few integers.
 
-Left out on purpose: several updates per rollout (off-policy: recorded entropies and residuals turn stale) and several
-processes; the loss is normalised before packing, so ranks can share its micro-batches unchanged.
+Under torchrun several processes share every update (`orl.ranks`, `orl.shard`): each rolls out a part of the prompts,
+all of them know all answers, and each replays a part of them, dealt by cost. The result is that of one process.
+
+Left out on purpose: several updates per rollout (off-policy: recorded entropies and residuals turn stale).
 
 Source: ORL (arXiv 2610.20687, project page); the reconstruction is described in docs/design.md.
 """
@@ -16,7 +18,6 @@ Source: ORL (arXiv 2610.20687, project page); the reconstruction is described in
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -25,35 +26,34 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from dlmrt.checkpoint.hub import resolve
-from dlmrt.checkpoint.load import load_params, open_checkpoint
+from dlmrt.checkpoint.load import load_params
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.sampling import banned_ids
+from dlmrt.models.families import family_of
 from dlmrt.types import DecodeConfig
 from orl.data import Mixture, encode_problem, held_out
 from orl.diagnostics import rollout_report
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
 from orl.evaluate import Setting, evaluate
-from orl.frontier import matched_tpf
 from orl.gold import gold_response, self_condition
+from orl.gradients import accumulate_gradients, why_unusable
 from orl.interrupt import uninterrupted
-from orl.losses import log_probs, state_losses
 from orl.optimizers import PathwayOptimizers, learning_rate_ratio
-from orl.packing import pack_shares
+from orl.ranks import Ranks, joined
 from orl.recipe import DataSection
-from orl.replay import ReplayBatch, ReplayResponse, packed_logits, replay_response, state_weights
+from orl.replay import ReplayResponse, replay_response
 from orl.retain import judge
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
-from orl.start import noise_of, restore_params
+from orl.selection import Evaluations
+from orl.shard import ShardedParams, whole
+from orl.start import noise_of
 from orl.train_recipe import TrainRecipe
-
-ARCHITECTURES = ("Qwen3ForCausalLM", "SDARForCausalLM")  # whose forward `orl.replay` runs
+from orl.tune import plain_weights, start_checkpoint, trained_params
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,32 +87,35 @@ def train(
     """
     if recipe.run.num_threads:
         torch.set_num_threads(recipe.run.num_threads)
-    with TrainRun(recipe, run_dir) as run:
+    with joined() as ranks, TrainRun(recipe, run_dir, ranks) as run:
         started = last_save = time.monotonic()
         first = run.step
         try:
             run.evaluate_if_due()
-            while run.step < recipe.optim.updates and not run.stopped:
+            while run.step < recipe.optim.updates and not run.evaluations.stop_reason:
                 with uninterrupted():
                     entry = run.update()
-                    run.folder.log(entry)
+                    run.log(entry)
                 run.evaluate_if_due()
                 is_last = run.step == recipe.optim.updates
                 now = time.monotonic()
-                if on_progress:
+                if on_progress and ranks.is_main:
                     left_s = (recipe.optim.updates - run.step) * (now - started) / (run.step - first)
                     on_progress(UpdateProgress(
                         update=run.step, num_updates=recipe.optim.updates, loss=entry["loss"],
                         verified_rate=entry.get("verified_rate"), tpf_total=entry.get("tpf_total"), seconds_left=left_s,
                     ))  # fmt: skip
                 is_late = stop_after_s is not None and now - started > stop_after_s
-                if is_last or is_late or run.stopped or now - last_save > recipe.run.save_every_s:
+                # The clocks of several processes differ, and saving takes all of them.
+                is_late, is_due = ranks.from_main((is_late, now - last_save > recipe.run.save_every_s))
+                if is_last or is_late or is_due or run.evaluations.stop_reason:
                     run.save()
                     last_save = time.monotonic()
                 if is_late:
                     break
         except KeyboardInterrupt:
-            run.save()
+            if ranks.size == 1:  # several may be an update apart: their last common state stands
+                run.save()
             raise
         return run.export()
 
@@ -120,33 +123,38 @@ def train(
 class TrainRun:
     """Everything that an update changes: parameters, optimizer state, counters; and how it is saved."""
 
-    def __init__(self, recipe: TrainRecipe, run_dir: Path) -> None:
-        self.recipe = recipe
-        self.folder = RunFolder(run_dir)
-        self.folder.check_recipe(recipe)
-        self.start = open_checkpoint(resolve(recipe.run.init))
+    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+        self.recipe, self.path = recipe, run_dir
+        self.ranks = ranks = ranks or Ranks()
+        self.folder: RunFolder | None = None
+        if ranks.is_main:
+            self.folder = RunFolder(run_dir)
+            self.folder.check_recipe(recipe)
+        self.adapter = run_dir / "start_adapter" if recipe.tune.new_adapter_width else None
+        self.start = start_checkpoint(
+            recipe.run.init, recipe.tune, run_dir / "start_adapter", ranks, seed=recipe.run.seed
+        )
         self.config = self.start.config
-        if self.config.architecture not in ARCHITECTURES or self.config.diffusion is None:
-            raise RecipeError(
-                f"run.init {recipe.run.init} is a {self.config.architecture}; training knows diffusion models of "
-                f"{' and '.join(ARCHITECTURES)}"
-            )
-        self.reference = load_params(self.start, dtype="float32")
-        self.params = {name: tensor.clone().requires_grad_() for name, tensor in self.reference.items()}
-        self.fingerprint = _fingerprint(self.reference)
-        self.optimizers = PathwayOptimizers(self.params, recipe.optim)
+        start = load_params(self.start, dtype="float32")
+        self.fingerprint = _fingerprint(start)
+        saved = ranks.from_main(self.folder.load_state() if self.folder else None)
+        self.params = trained_params(
+            start, self.config, recipe.tune, seed=recipe.run.seed, saved=None if saved is None else saved[0],
+            states=run_dir, device=ranks.device,
+        )  # fmt: skip
+        self.reference = ShardedParams({n: t.to(ranks.device) for n, t in start.items()}, trained=lambda name: False)
+        self.trained = {name: p for name, p in self.params.parameters().items() if p.requires_grad}
+        self.optimizers = PathwayOptimizers(self.trained, recipe.optim, adapter=family_of(self.config).ADAPTER)
         prompts = recipe.prompts
         self.mixture = Mixture.of(DataSection(tasks=prompts.tasks, weights=prompts.weights))
         self.step = self.policy_version = self.num_rows = self.num_generated_tokens = 0
         self.num_skipped = self.num_skipped_in_a_row = self.num_empty_in_a_row = 0
-        self.evaluations: list[dict[str, Any]] = []
-        self.stopped = ""  # why the run ended before its last update
+        self.evaluations = Evaluations(recipe.eval)
         self.pool = self._open_pool()
         self.codec = self.pool.engines[0].tokenizer
         self.noise = noise_of(self.config, self.codec)
-        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool)
+        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
         self.banned[torch.from_numpy(banned_ids(self.pool.engines[0].config, self.codec.known_ids)).long()] = True
-        saved = self.folder.load_state()
         if saved is not None:
             self._restore(*saved)
 
@@ -172,10 +180,13 @@ class TrainRun:
         entry: dict[str, Any] = {"loss": 0.0}
         reason: str | None = "no answer was kept"
         if responses:
-            entry = self._accumulate(responses)
+            entry = accumulate_gradients(
+                self.params, self.reference, self.config, responses, self.recipe, banned=self.banned,
+                ranks=self.ranks,
+            )  # fmt: skip
             norms = self.optimizers.clip(section.grad_clip)
             entry |= {f"{group}_grad_norm": norm for group, norm in norms.items()}
-            reason = _unusable(entry["loss"], norms)
+            reason = why_unusable(entry["loss"], norms)
         self._count(reason, is_empty=not responses, report=report)
         if reason is None:
             self.optimizers.step(ratio)
@@ -201,10 +212,15 @@ class TrainRun:
             "train_s": round(ended - rolled_out, 3),
         }
 
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        if self.folder:
+            self.folder.log(entry)
+
     def evaluate_if_due(self) -> None:
         """Evaluate before the first update, every few ones and after the last, each time once."""
         is_due = self.step % self.recipe.eval.every_updates == 0 or self.step == self.recipe.optim.updates
-        if is_due and (not self.evaluations or self.evaluations[-1]["step"] != self.step):
+        if is_due and not self.evaluations.has(self.step):
             self.evaluate()
 
     def evaluate(self) -> None:
@@ -214,7 +230,10 @@ class TrainRun:
             self._assign(self.pool.engines[:1])
         settings = [self._setting(text) for text in section.settings]
         began = time.monotonic()
-        rows = evaluate(self.pool.engines[0], held_out(self.mixture, section.problems), settings)["results"]
+        rows: list[dict[str, Any]] = []
+        if self.ranks.is_main:
+            rows = evaluate(self.pool.engines[0], held_out(self.mixture, section.problems), settings)["results"]
+        rows = self.ranks.from_main(rows)
         if self.recipe.rollout.policy == "start":
             self._assign(self.pool.engines[:1], start=True)
         points = [(row["all"]["verified_rate"], row["all"]["tpf_total"]) for row in rows]
@@ -227,41 +246,30 @@ class TrainRun:
             }
             for row in rows
         }
-        start = self.evaluations[0]["points"] if self.evaluations else points
-        best_at_start = max(accuracy for accuracy, _ in start)
-        matched = matched_tpf(points, best_at_start - section.accuracy_slack)
-        is_alert = max(accuracy for accuracy, _ in points) < best_at_start - section.max_accuracy_loss
-        self.evaluations.append({"step": self.step, "points": points, "matched_tpf": matched, "is_alert": is_alert})
-        recent = self.evaluations[-section.patience :]
-        if len(recent) == section.patience and all(item["is_alert"] for item in recent):
-            self.stopped = f"accuracy stayed more than {section.max_accuracy_loss} below the start model's"
-        self.folder.log({
-            "step": self.step, "eval": found, "matched_tpf": matched, "is_alert": is_alert,
-            "eval_s": round(time.monotonic() - began, 3), **({"stopped": self.stopped} if self.stopped else {}),
+        judged = self.evaluations.add(self.step, points)
+        stopped = self.evaluations.stop_reason
+        self.log({
+            "step": self.step, "eval": found, "matched_tpf": judged["matched_tpf"], "is_alert": judged["is_alert"],
+            "eval_s": round(time.monotonic() - began, 3), **({"stopped": stopped} if stopped else {}),
         })  # fmt: skip
-        if self.best is self.evaluations[-1]:
-            self._write(self.folder.path / "best")
-
-    @property
-    def best(self) -> Mapping[str, Any] | None:
-        """The evaluation with the most tokens per forward at matched accuracy; the earliest of equals."""
-        reaching = [item for item in self.evaluations if item["matched_tpf"] is not None]
-        return max(reaching, key=lambda item: item["matched_tpf"], default=None)
+        if self.evaluations.best is judged:
+            self._write(self.path / "best")
 
     def save(self) -> None:
-        """Write the state of this update; Ctrl-C waits for it."""
-        tensors = {f"param.{name}": tensor.detach() for name, tensor in self.params.items()} | self.optimizers.tensors()
+        """Write the state of this update; Ctrl-C waits for it. It passes through the memory of every process."""
+        tensors = {f"param.{name}": whole(p.detach()) for name, p in self.trained.items()} | self.optimizers.tensors()
         extra = {name: getattr(self, name) for name in _COUNTERS} | {
-            "start": self.fingerprint, "evaluations": self.evaluations, "stopped": self.stopped,
+            "start": self.fingerprint, "evaluations": self.evaluations.entries,
         }  # fmt: skip
-        with uninterrupted():
-            self.folder.save_state(self.step, tensors, extra)
+        if self.folder:
+            with uninterrupted():
+                self.folder.save_state(self.step, tensors, extra)
 
     def export(self) -> Path:
         """Write the newest weights to ``model``; the folder of the best ones."""
-        self._write(self.folder.path / "model")
-        best = self.folder.path / "best"
-        return best if best.exists() else self.folder.path / "model"
+        self._write(self.path / "model")
+        best = self.path / "best"
+        return best if best.exists() else self.path / "model"
 
     def _responses(self) -> tuple[list[ReplayResponse], dict[str, Any]]:
         """What this update trains on, and the report of its rollouts."""
@@ -275,10 +283,13 @@ class TrainRun:
         requests = [
             RolloutRequest(problem=problem, number=number, response_idx=r)
             for number, problem in problems.items()
+            if number % self.ranks.size == self.ranks.rank
             for r in range(recipe.rollout.responses)
         ]
         version = 0 if recipe.rollout.policy == "start" else self.policy_version
-        judged = judge(requests, self.pool.roll_out(requests, policy_version=version), recipe.keep)
+        mine = judge(requests, self.pool.roll_out(requests, policy_version=version), recipe.keep)
+        judged = [item for part in self.ranks.gathered(mine) for item in part]
+        judged.sort(key=lambda item: (item.trajectory.number, item.trajectory.response_idx))
         kept = [item.trajectory for item in judged if item.dropped is None]
         if recipe.rollout.policy == "current" and any(t.policy_version != self.policy_version for t in kept):
             raise StaleRolloutError("a trajectory is of other weights than those being trained; discard it")
@@ -305,46 +316,6 @@ class TrainRun:
             return responses
         return list(self_condition(self.params, self.config, responses, banned=self.banned))
 
-    def _accumulate(self, responses: Sequence[ReplayResponse]) -> dict[str, Any]:
-        """Add up the gradients of all micro-batches; what they say."""
-        recipe = self.recipe
-        assert self.config.diffusion is not None
-        length = self.config.diffusion.canvas_length
-        weights = state_weights(responses, recipe.states.norm)
-        bins = pack_shares(
-            [len(response.clean_S) for response in responses], [len(response.states) for response in responses],
-            canvas_length=length, budget=recipe.optim.rows_per_micro,
-        )  # fmt: skip
-        sums = {"loss": 0.0, "ce": 0.0, "aec": 0.0, "kl": 0.0}
-        gaps, num_rows = [], 0
-        for shares in bins:
-            batch = ReplayBatch(responses, weights, shares, self.config)
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
-                reference = None
-                if recipe.loss.kl_weight:
-                    with torch.no_grad():
-                        reference = log_probs(packed_logits(self.reference, batch), self.banned)
-                logits = packed_logits(self.params, batch)
-                losses = state_losses(logits, batch, recipe.loss, banned=self.banned, reference_RV=reference)
-            torch.autograd.backward(losses.loss)
-            sums["loss"] += float(losses.loss.detach())
-            for name, value in losses.sums(batch.weight_S).items():
-                sums[name] += value
-            gaps.append(losses.recorded_gap(batch, math.log(self._num_ids)))
-            num_rows += batch.num_rows
-        return {
-            **sums,
-            "aec_strength": 2 * recipe.loss.aec_weight * math.sqrt(max(0.0, sums["aec"])) / math.log(self._num_ids),
-            "recorded_entropy_gap": float(np.nanmean(gaps)) if not all(map(math.isnan, gaps)) else None,
-            "num_states": sum(len(response.states) for response in responses),
-            "num_rows": num_rows,
-            "num_micro": len(bins),
-        }
-
-    @property
-    def _num_ids(self) -> int:
-        return int((~self.banned).sum())
-
     def _count(self, reason: str | None, *, is_empty: bool, report: Mapping[str, Any]) -> None:
         """Count updates without a gradient, and end the run when there are too many in a row."""
         keep, section = self.recipe.keep, self.recipe.optim
@@ -369,18 +340,20 @@ class TrainRun:
         if section.source == "gold":
             workers = 1  # for evaluation only
         engines = [
-            Engine.load(self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1)
+            Engine.load(
+                self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1, adapter=self.adapter
+            )
             for _ in range(workers)
         ]
         config = DecodeConfig(**self._setting(section.setting).options)
         settings = engines[0].settings(config)
         assert self.config.diffusion is not None
-        if section.source == "policy" and section.responses > 1 and settings.is_greedy:
-            if self.config.diffusion.noise == "mask":
-                raise RecipeError(
-                    f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would "
-                    "be equal; set temperature above 0, or rollout.responses = 1"
-                )
+        is_random = not settings.is_greedy or self.config.diffusion.noise == "uniform"
+        if section.source == "policy" and section.responses > 1 and not is_random:
+            raise RecipeError(
+                f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would be "
+                "equal; set temperature above 0, or rollout.responses = 1"
+            )
         return RolloutPool(engines, config, per_block=self.recipe.states.per_block, seed=self.recipe.run.seed)
 
     def _setting(self, text: str) -> Setting:
@@ -392,31 +365,36 @@ class TrainRun:
     def _publish(self) -> None:
         """The engines get the weights of this version, unless the recipe wants stale rollouts."""
         if self.recipe.rollout.source == "policy" and self.recipe.rollout.policy == "current":
-            self.pool.publish(_arrays(self.params), self.policy_version)
+            self.pool.publish(_arrays(self._weights()), self.policy_version)
 
     def _assign(self, engines: Sequence[Engine], *, start: bool = False) -> None:
         """Give engines the weights for an evaluation, or the start model's back."""
+        weights = self._weights(self.reference if start else None)
         for engine in engines:
-            engine.assign(_arrays(self.reference if start else self.params))
+            engine.assign(_arrays(weights))
+
+    def _weights(self, params: ShardedParams | None = None) -> dict[str, Tensor]:
+        """Plain weights of the model being trained, or of `params`; every process must ask."""
+        return plain_weights(params or self.params, self.recipe.tune)
 
     def _write(self, folder: Path) -> None:
-        tensors = {name: tensor.detach() for name, tensor in self.params.items()}
-        save_checkpoint(
-            folder, self.config, tensors, generation=self.start.generation, tokenizer_files=self.start.folder
-        )
+        tensors = self._weights()
+        if self.ranks.is_main:
+            save_checkpoint(
+                folder, self.config, tensors, generation=self.start.generation, tokenizer_files=self.start.folder
+            )
 
     def _restore(self, tensors: Mapping[str, Tensor], extra: Mapping[str, Any]) -> None:
-        restore_params(self.params, tensors, self.folder.states)
         if extra["start"] != self.fingerprint:
             raise RunFolderError(
-                f"the run in {self.folder.path} began from other weights than {self.recipe.run.init} has now, and the "
+                f"the run in {self.path} began from other weights than {self.recipe.run.init} has now, and the "
                 "anchor needs them; put them back, or take another --run-dir"
             )
         self.optimizers.restore(tensors)
         self.step = int(extra["step"])
         for name in _COUNTERS:
             setattr(self, name, int(extra[name]))
-        self.evaluations, self.stopped = list(extra["evaluations"]), str(extra["stopped"])
+        self.evaluations = Evaluations(self.recipe.eval, extra["evaluations"])
         self._publish()
 
 
@@ -437,12 +415,3 @@ def _fingerprint(params: Mapping[str, Tensor]) -> str:
         digest.update(f"{name}{tuple(params[name].shape)}".encode())
         digest.update(params[name].numpy().tobytes())
     return digest.hexdigest()
-
-
-def _unusable(loss: float, norms: Mapping[str, float]) -> str | None:
-    """Why an update's gradient cannot be used, None if it can."""
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if not all(map(math.isfinite, norms.values())):
-        return "the gradient is not finite"
-    return None

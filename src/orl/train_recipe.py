@@ -119,6 +119,26 @@ class UpdateSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TuneSection:
+    """Which parameters train, and what their backward keeps. The residual adapter always trains."""
+
+    what: Literal["full", "lora", "adapter"] = "full"  # all but routers; low-rank factors; the adapter alone
+    lora_rank: int = 32
+    lora_alpha: float = 64.0  # scale of the factors' product: alpha / rank
+    new_adapter_width: int = 0  # of a fresh adapter for a start model that has none; 0: the start model's own
+    checkpoint_layers: bool = False  # keep a layer's input alone and compute the layer again in backward
+
+    def __post_init__(self) -> None:
+        check_range(self, "lora_rank", 1)
+        check_range(self, "lora_alpha new_adapter_width", 0)
+
+    @property
+    def lora_scale(self) -> float:
+        """Factor of the low-rank product."""
+        return self.lora_alpha / self.lora_rank
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSection:
     """Evaluation on held-out problems under several settings: what the best checkpoint is chosen by."""
 
@@ -143,6 +163,7 @@ class TrainRunSection:
     init: str = "dlmrt-tiny"  # the start model: name, folder or hub id
     seed: int = 0
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # autocast type of the forward
+    attention: Literal["auto", "enumerated", "flex", "triton"] = "auto"  # of replay; auto: triton on a GPU
     num_threads: int = 0  # of torch; 0: its choice
     save_every_s: float = 120.0
 
@@ -160,5 +181,6 @@ class TrainRecipe:
     states: StatesSection = field(default_factory=StatesSection)
     loss: LossSection = field(default_factory=LossSection)
     optim: UpdateSection = field(default_factory=UpdateSection)
+    tune: TuneSection = field(default_factory=TuneSection)
     eval: EvalSection = field(default_factory=EvalSection)
     run: TrainRunSection = field(default_factory=TrainRunSection)

@@ -20,8 +20,10 @@ from orl.packing import (
     Example,
     Noise,
     Rows,
+    balance,
     generator,
     pack,
+    pack_shares,
     problem_rows,
 )
 from orl.recipe import ObjectiveSection
@@ -238,3 +240,26 @@ def test_problem_longer_than_a_packed_sequence_is_refused():
     rows = rows_of(Example(number=0, prompt_ids=(5,) * 10, response_ids=(STOP,)), ObjectiveSection(kind="ar"))
     with pytest.raises(DataError, match="needs 11 rows and pack_tokens is 10; raise data.pack_tokens"):
         pack([rows], 10)
+
+
+@given(
+    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=12),
+    budget=st.integers(1, 300),
+)
+def test_every_state_goes_into_exactly_one_micro_batch_within_the_budget(sizes: list[tuple[int, int]], budget: int):
+    num_clean, num_states = [clean for clean, _ in sizes], [states for _, states in sizes]
+    bins = pack_shares(num_clean, num_states, canvas_length=8, budget=budget)
+    placed = sorted((share.response, state) for shares in bins for share in shares for state in share.states)
+    assert placed == [(r, s) for r, states in enumerate(num_states) for s in range(states)]
+    for shares in bins:
+        rows = sum(num_clean[share.response] + 8 * len(share.states) for share in shares)
+        assert rows <= budget or (len(shares) == 1 and len(shares[0].states) == 1)
+    assert bins == pack_shares(num_clean, num_states, canvas_length=8, budget=budget)
+
+
+@given(costs=st.lists(st.floats(0.1, 10), min_size=1, max_size=40), num_ranks=st.integers(1, 6))
+def test_ranks_share_all_items_and_differ_by_at_most_the_largest(costs: list[float], num_ranks: int):
+    ranks = balance(costs, num_ranks)
+    assert sorted(i for rank in ranks for i in rank) == list(range(len(costs)))
+    totals = [sum(costs[i] for i in rank) for rank in ranks]
+    assert max(totals) - min(totals) <= max(costs) + 1e-9

@@ -148,7 +148,7 @@ def _floats(checkpoint: Checkpoint, weights: Mapping[str, ModelWeight], dtype: s
 def _unquantized(
     checkpoint: Checkpoint, weights: Mapping[str, ModelWeight], targets: Mapping[str, FileName]
 ) -> list[str]:
-    """Modules with a matrix that is not quantised, as readers want them listed; a tied head is one, without a tensor."""
+    """Modules with a matrix that is not quantised, as readers want them listed; a tied head is one."""
     family = family_of(checkpoint.config)
     shapes = {name: weight.shape for name, weight in weights.items()}
     plain = [
@@ -236,9 +236,7 @@ class _Matrices:
             return {module: _input_scale(weight) for module, weight in self.carried.items()}
         missing = [module for module in self._targets if module not in maxima]
         if missing:
-            raise UsageError(
-                f"the calibration has no value for {len(missing)} modules, first {missing[0]}; do it again"
-            )
+            raise UsageError(f"the calibration lacks {len(missing)} modules, first {missing[0]}; calibrate this model")
         return {module: self.scheme.input_scale_of(maxima[module]) for module in self._targets}
 
     def _encode(self, module: str) -> Arrays:

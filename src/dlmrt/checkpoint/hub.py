@@ -1,8 +1,9 @@
 """From a model name to a folder: embedded checkpoint, folder on disk, or repository of the Hugging Face hub.
 
 The hub client is imported only when a hub id is resolved. Its cache and settings are the user's own (`HF_HOME`,
-`HF_HUB_OFFLINE`, `HF_TOKEN`): there is no second download folder. Only weights in safetensors, JSON, chat templates and
-tokenizer files at the top of the repository are fetched, so neither code nor pickles reach the disk.
+`HF_HUB_OFFLINE`, `HF_TOKEN`): there is no second download folder. Only files that are read are fetched, from the top of
+the repository: neither code nor pickles reach the disk. Those that say what the model is come first, so that a model
+that cannot run is refused before its weights are on their way. Downloads go on where they were cut off, file by file.
 
 Source: ours; repository layout of the Hugging Face hub, huggingface_hub 2.4.0.
 """
@@ -14,10 +15,17 @@ import re
 from pathlib import Path
 
 from dlmrt.errors import CheckpointError, ModelNotFoundError, UsageError, nearest
+from dlmrt.models.config import load_config
 
 EMBEDDED = Path(__file__).parents[1] / "embedded"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_ALLOWED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+_DESCRIPTION = [
+    "config.json", "generation_config.json", "hf_quant_config.json", "model.safetensors.index.json", "tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "chat_template.jinja",
+]  # fmt: skip
+_WEIGHTS = ["*.safetensors"]
+_IGNORED = ["*/*", "consolidated*.safetensors"]  # folders, and second copies in another layout
 
 
 def embedded_models() -> list[str]:
@@ -49,6 +57,11 @@ def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
     return folder
 
 
+def is_local(name: str) -> bool:
+    """Whether `resolve` finds `name` without the hub: embedded, or a folder."""
+    return name in embedded_models() or os.path.isdir(os.path.expanduser(name))
+
+
 def _not_found(name: str, what: str) -> ModelNotFoundError:
     known = embedded_models()
     hint = nearest(name, known) if known else ""
@@ -58,13 +71,18 @@ def _not_found(name: str, what: str) -> ModelNotFoundError:
 
 
 def _download(repo_id: str, revision: str | None) -> Path:
-    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub import errors
 
     if revision == "":
         raise UsageError("the revision is empty; name a branch, tag or commit, or leave it out")
     at = f" at revision {revision!r}" if revision else ""
     try:
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=["*/*"]))
+        folder = Path(_snapshot(repo_id, revision, _DESCRIPTION))
+        if (folder / "config.json").exists():
+            load_config(folder)  # refuses what cannot run
+        return Path(_snapshot(repo_id, revision, [*_DESCRIPTION, *_WEIGHTS]))
+    except CheckpointError:
+        raise
     except errors.GatedRepoError as error:
         raise CheckpointError(f"{repo_id} is gated; accept its terms on the hub and set HF_TOKEN") from error
     except errors.RepositoryNotFoundError as error:
@@ -80,3 +98,9 @@ def _download(repo_id: str, revision: str | None) -> Path:
         raise _not_found(repo_id, f"{repo_id!r} is neither a folder nor a valid hub id ({error})") from error
     except Exception as error:  # the client hands on whatever its transport and its parsers raise
         raise CheckpointError(f"downloading {repo_id}{at} failed ({error}); try again, or give a folder") from error
+
+
+def _snapshot(repo_id: str, revision: str | None, patterns: list[str]) -> str:
+    from huggingface_hub import snapshot_download
+
+    return snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=_IGNORED)

@@ -289,6 +289,11 @@ def _check_cover(path: Path, header: Mapping[str, Any], num_bytes: int) -> None:
         raise _damaged(path, f"its tensors end at data byte {position} of {num_bytes}")
 
 
+def size_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor; `dtype` is a name of `DTYPES`."""
+    return math.prod(shape) * np.dtype(DTYPES[_TAGS[dtype]][1]).itemsize
+
+
 @dataclass(frozen=True, kw_only=True)
 class FileTensor:
     """One tensor to be written. Example: ``FileTensor(dtype="bfloat16", shape=(512, 64), bits=lambda: ...)``."""
@@ -300,7 +305,7 @@ class FileTensor:
     @property
     def num_bytes(self) -> int:
         """Size in the file."""
-        return math.prod(self.shape) * np.dtype(DTYPES[_TAGS[self.dtype]][1]).itemsize
+        return size_of(self.dtype, self.shape)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, FileTensor], written: Callable[[int], None] | None = None) -> None:

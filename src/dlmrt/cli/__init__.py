@@ -1,4 +1,4 @@
-"""The `dlmrt` command: generate, chat, serve, show, quantize, env.
+"""The `dlmrt` command: generate, chat, serve, show, quantize, pull, list, rm, env.
 
 Data goes to stdout; notices, statistics and errors to stderr. Start-up is part of the latency that users feel, so only
 the parser and light modules are imported here; verbs import what they need when they run.
@@ -17,6 +17,7 @@ from dlmrt.cli.chat import chat
 from dlmrt.cli.environment import env
 from dlmrt.cli.generate import generate
 from dlmrt.cli.manners import guarded, print_version, run_app
+from dlmrt.cli.models import list_models, pull, remove
 from dlmrt.cli.quantize import quantize
 from dlmrt.cli.serve import serve
 from dlmrt.cli.show import show
@@ -32,12 +33,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.command("generate")(generate)
-app.command("run", hidden=True, help="Alias of generate.")(generate)
+app.command("run", hidden=True, help="As generate; without a prompt on a terminal: chat.")(generate)
 app.command("chat")(chat)
 app.command("serve")(serve)
 app.command("show")(show)
 app.command("quantize")(quantize)
 app.command("convert", hidden=True, help="Alias of quantize.")(quantize)
+app.command("pull")(pull)
+app.command("list")(list_models)
+app.command("rm")(remove)
 app.command("env")(env)
 app.command("doctor", hidden=True, help="Alias of env.")(env)
 

@@ -69,12 +69,16 @@ def chat(
         loaded = load(name, environment, **here)
     else:
         loaded = _connect(base_url, model_argument or model, environment.api_key, here)
-        name = loaded.model
+    talk(loaded, config, system=system, plain=plain, quiet=quiet)
+
+
+def talk(loaded: Loaded, config: DecodeConfig, *, system: str | None, plain: bool, quiet: bool) -> None:
+    """Answer lines of stdin until they end."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  line editing and recall for input()
     conversation = Conversation(loaded=loaded, config=config, system=system, live=not plain and canvas_is_possible())
-    notice(f"{name} is ready; /help lists the commands", quiet=quiet or not sys.stdin.isatty())
+    notice(f"{loaded.model} is ready; /help lists the commands", quiet=quiet or not sys.stdin.isatty())
     while (line := _read_line()) is not None:
         if line.strip() and not conversation.handle(line):
             break

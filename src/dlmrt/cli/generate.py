@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from dlmrt.cli import options
+from dlmrt.cli.chat import talk
 from dlmrt.cli.report import print_json, result_document, timings
 from dlmrt.cli.session import DEFAULT_MODEL, load, names_model, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, SilentView, View, canvas_is_possible
@@ -20,6 +21,7 @@ from dlmrt.types import Message
 
 @options.with_decode_options
 def generate(
+    context: typer.Context,
     first: Annotated[
         str | None, typer.Argument(metavar="[MODEL]", help=f"Name, folder or hub id. [default: {DEFAULT_MODEL}]")
     ] = None,
@@ -45,21 +47,29 @@ def generate(
     debug: options.DebugOption = False,
     decode: dict[str, Any],
 ) -> None:
-    """Answer one prompt (alias: run)."""
+    """Answer one prompt. As `run MODEL` on a terminal, without a prompt: chat, as Ollama's."""
     environment = start(debug=debug, quiet=quiet)
     if raw and system is not None:
         raise UsageError("--system has no place in a --raw prompt; write it into the prompt, or drop --raw")
     name, text = model_and_prompt(first, second, model)
     config = options.decode_config(decode_file, decode)
+    source: dict[str, Any] = {
+        "executor": executor,
+        "dtype": dtype,
+        "num_threads": num_threads,
+        "revision": revision,
+        "adapter": adapter,
+    }
+    if text is None and context.info_name == "run" and sys.stdin.isatty() and not (raw or json_output or show_timings):
+        talk(load(name, environment, **source), config, system=system, plain=False, quiet=quiet)
+        return
     text = _prompt_text(text)
     prompt: str | list[Message] = text
     if not raw:
         prompt = [{"role": "user", "content": text}]
         if system is not None:
             prompt.insert(0, {"role": "system", "content": system})
-    loaded = load(
-        name, environment, executor=executor, dtype=dtype, num_threads=num_threads, revision=revision, adapter=adapter
-    )
+    loaded = load(name, environment, **source)
     view: View = SilentView() if json_output else PlainView()
     if show_canvas and canvas_is_possible():
         view = LiveView(loaded.piece, then=view)

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -130,7 +131,7 @@ def parse_size(text: str) -> int:
         UsageError: it is not a size, or less than a byte.
     """
     match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([KMG]?I?)B?\s*", text.upper(), flags=re.ASCII)
-    size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    size = int(Decimal(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size < 1:
         raise UsageError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
     return size

@@ -31,6 +31,7 @@ def serve(
     *,
     model: options.ModelOption = None,
     revision: options.RevisionOption = None,
+    adapter: options.AdapterOption = None,
     host: Annotated[str | None, typer.Option("--host", help="Address. [default: DLMRT_HOST or 127.0.0.1]")] = None,
     port: Annotated[
         int | None, typer.Option("--port", min=0, max=65535, help="0: a free one. [default: DLMRT_PORT or 8000]")
@@ -128,9 +129,10 @@ def serve(
         cors_origins=tuple(cors_origin or ()), ignore_unknown_fields=ignore_unknown_fields, decode=config,
     )  # fmt: skip
     source = LoadConfig(
-        model=name, revision=revision, executor=executor or environment.executor, dtype=dtype or environment.dtype,
-        num_threads=num_threads or environment.num_threads, max_model_len=max_model_len,
-        generation_config=generation_config, quantization=quantization, fault=environment.fault,
+        model=name, revision=revision, adapter=adapter, executor=executor or environment.executor,
+        dtype=dtype or environment.dtype, num_threads=num_threads or environment.num_threads,
+        max_model_len=max_model_len, generation_config=generation_config, quantization=quantization,
+        fault=environment.fault,
     )  # fmt: skip
     raise typer.Exit(run(settings, lambda: load_engine(source)))
 

@@ -1,4 +1,4 @@
-"""`dlmrt show`: what a checkpoint is and what it needs, read from its JSON files and tensor headers alone.
+"""`dlmrt show`: what a checkpoint is, what it needs and where it fits, from its JSON files and tensor headers alone.
 
 No weight is read and torch is not imported, so it answers at once for a checkpoint of any size.
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dlmrt.cli import options
+from dlmrt.cli import fit, options
 from dlmrt.cli.report import print_json
 from dlmrt.cli.session import DEFAULT_MODEL, start
 from dlmrt.errors import UnsupportedModelError
@@ -33,22 +33,45 @@ def show(
     *,
     revision: options.RevisionOption = None,
     program: Annotated[bool, typer.Option("--program", help="Print the program that native executors run.")] = False,
+    gpu: Annotated[
+        list[str] | None, typer.Option("--gpu", help="GPU to fit it on, e.g. rtx5090 or h100; may be repeated.")
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option("--context", "--max-model-len", min=0, help="Tokens to fit. [default: 8192, or all]")
+    ] = None,
+    tokens_per_forward: Annotated[
+        float,
+        typer.Option("--tokens-per-forward", "--tpf", min=0.01, help="Decided by a forward, for the ceilings."),
+    ] = 8.0,
+    experts: Annotated[
+        float | None, typer.Option("--experts", min=1, help="Of a layer, read by a forward. [default: uniform choices]")
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option("--bandwidth", min=0.001, help="Of this machine's memory in GB/s, for ceilings.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     debug: options.DebugOption = False,
 ) -> None:
-    """What a checkpoint is: architecture, diffusion settings, size, memory, defaults."""
+    """What a checkpoint is: architecture, diffusion settings, size, defaults; where it fits, and how fast at best."""
     start(debug=debug)
     from dlmrt.checkpoint.hub import resolve
     from dlmrt.checkpoint.load import open_checkpoint
 
+    devices = [fit.this_machine(bandwidth), *fit.gpus(gpu or [])]
     folder = resolve(model, revision=revision)
     checkpoint = open_checkpoint(folder)
     if program:
         typer.echo(program_listing(checkpoint), nl=False)
         return
+    longest = checkpoint.config.max_position_embeddings
+    workload = fit.Workload(
+        context_length=min(8192, longest) if context is None else context, tokens_per_forward=tokens_per_forward,
+        experts=experts,
+    )  # fmt: skip
     report = checkpoint_report(checkpoint, folder)
+    fitting = fit.fit_report(checkpoint, workload, devices)
     if json_output:
-        print_json(report, indent=2)
+        print_json({**report, "fit": fitting}, indent=2)
         return
     for section, values in report.items():
         if not isinstance(values, dict):
@@ -57,6 +80,8 @@ def show(
         typer.echo(section)
         for name, value in values.items():
             typer.echo(f"  {name:<24}{_readable(name, value)}")
+    for line in fit.fit_lines(fitting):
+        typer.echo(line)
 
 
 def program_listing(checkpoint: Checkpoint) -> str:
@@ -72,7 +97,8 @@ def program_listing(checkpoint: Checkpoint) -> str:
     settings = resolve(DecodeConfig(), config, checkpoint.generation)
     if settings.commit_rule not in RULE_SCALARS:
         raise UnsupportedModelError(
-            f"no native program runs commit_rule {settings.commit_rule!r}; it is decoded step by step"
+            f"no native program runs commit_rule {settings.commit_rule!r}: Python decodes it step by step, with native "
+            "forwards on the cpu executor"
         )
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     recorded = record_loop(
@@ -105,8 +131,12 @@ def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     }
     if diffusion:
         from dlmrt.decode.settings import resolve
+        from dlmrt.program.loop import RULE_SCALARS
 
         report["decode_defaults"] = resolve(DecodeConfig(), config, checkpoint.generation).as_dict()
+        rule = report["decode_defaults"]["commit_rule"]
+        by_hand = f"step by step: commit_rule {rule!r} has no native program, only its forwards are native"
+        report["loop"] = "native on the cpu executor" if rule in RULE_SCALARS else by_hand
     return report
 
 

@@ -198,7 +198,7 @@ class CpuDenoiser:
             key, lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
         )
         program.set(**{name: value for name, value in scalars.items() if name in program.scalars})
-        _fill(program, **{name: values for name, values in arrays.items() if name in program.states})
+        _fill(program, **arrays)
         return LoopRun(program)
 
     @property
@@ -326,9 +326,10 @@ def _diffusion(config: ModelConfig) -> DiffusionConfig:
 
 
 def _fill(program: NativeProgram, **inputs: npt.NDArray[np.generic]) -> None:
-    """Write the leading rows of states."""
+    """Write the leading rows of states; those that no node of the program reads are left out."""
     for name, values in inputs.items():
-        program.states[name][: len(values)] = values
+        if name in program.states:
+            program.states[name][: len(values)] = values
 
 
 def _result(program: NativeProgram, name: str, length: int) -> Float32:

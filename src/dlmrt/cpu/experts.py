@@ -22,7 +22,7 @@ class Experts(Parts):
     def _lower_route_sigmoid(self, node: Kernel) -> None:
         logits = self._router(self._cells_of(node.inputs["x"], "float32"), node)
         self._emit(
-            "route_sigmoid", logits.shape[0], {"logits": logits, "bias": node.inputs["bias"]}, node.outputs,
+            "route_sigmoid", logits.shape[0], {"logits": logits, "bias": node.inputs["bias"]}, self._choices(node),
             num_experts=maximum(logits.shape[1]), top_k=maximum(node.outputs["experts"].shape[1]), **node.attributes,
         )  # fmt: skip
 
@@ -36,9 +36,12 @@ class Experts(Parts):
         )  # fmt: skip
         logits = self._router(cells, node)
         self._emit(
-            "route_softmax", rows, {"logits": logits, "expert_scale": i["expert_scale"]}, node.outputs,
+            "route_softmax", rows, {"logits": logits, "expert_scale": i["expert_scale"]}, self._choices(node),
             num_experts=maximum(logits.shape[1]), top_k=maximum(node.outputs["experts"].shape[1]), factor=width**-0.5,
         )  # fmt: skip
+
+    def _choices(self, node: Kernel) -> dict[str, Buffer]:
+        return {role: self._plain_of(value) for role, value in node.outputs.items()}
 
     def _router(self, cells: Cells, node: Kernel) -> Buffer:
         rows = node.outputs["experts"].shape[0]
@@ -57,7 +60,7 @@ class Experts(Parts):
         runs = self._scratch("int32", (num_experts, 3), layout="runs", num_bytes=runs_bytes)
         place = self._scratch("int32", (rows, top_k))
         self._emit(
-            "group_choices", rows, {"experts": i["experts"]}, {"runs": runs, "place": place},
+            "group_choices", rows, {"experts": self._plain_of(i["experts"])}, {"runs": runs, "place": place},
             num_experts=num_experts, top_k=top_k,
         )  # fmt: skip
         num_copies = _native.expert_rows(maximum(rows) * top_k, num_experts)
@@ -73,7 +76,7 @@ class Experts(Parts):
             width=inner, operand=DTYPES[product.dtype], is_gelu=gate_op(node) == "gelu_mul",
         )  # fmt: skip
         inputs: Mapping[str, Buffer] = {
-            "x": self._expert_linear(down, product, runs), "place": place, "weights": i["weights"],
+            "x": self._expert_linear(down, product, runs), "place": place, "weights": self._plain_of(i["weights"]),
         }  # fmt: skip
         self._emit("combine", rows, inputs, {"y": self._new_rows(y)}, width=width, top_k=top_k)
 

@@ -161,6 +161,13 @@ class _Lowering(Experts):
 
     _lower_qkv_packed = _lower_qkv
 
+    def _lower_qkv_biased(self, node: Kernel) -> None:
+        self._lower_qkv(node)
+        _, out = self._projections[node.outputs["k"]]
+        biases = {name: node.inputs[name] for name in ("bq", "bk", "bv")}
+        widths: dict[str, Value] = {f"width_{name}": maximum(bias.shape[0]) for name, bias in biases.items()}
+        self._emit("add_bias", out.shape[0], {"x": out} | biases, {"x": out}, **widths)
+
     def _lower_kv_store(self, node: Kernel) -> None:
         qkv, projected = self._projections[node.inputs["k"]]
         cache, rows = self._pages(node.inputs["cache"]), projected.shape[0]
@@ -169,6 +176,7 @@ class _Lowering(Experts):
         num_bytes = operand_bytes(cache.dtype, maximum(rows) * (num_heads // num_kv_heads), head_dim) * num_kv_heads
         cells = self._scratch(cache.dtype, q.shape, layout="cells", num_bytes=num_bytes)
         self._forms.cells[q, cache.dtype] = Cells(dtype=cache.dtype, cells=cells, scales=None)
+        norms = {name: qkv.inputs[name] for name in ("q_norm", "k_norm") if name in qkv.inputs}
         # What differs from the plain case stands in the node.
         options: dict[str, Value] = {}
         for attention, _ in self._uses.get(q, []):
@@ -179,19 +187,21 @@ class _Lowering(Experts):
             options["is_v_from_k"] = 1
         self._emit(
             "qk_norm_rope_store", rows,
-            {"qkv": projected, "q_norm": qkv.inputs["q_norm"], "k_norm": qkv.inputs["k_norm"], "cos": rope.cos,
-             "sin": rope.sin, "positions": node.inputs["positions"], "cache": cache},
-            {"q": cells, "cache": cache}, eps=qkv.attributes["eps"], rotary_dim=rope.rotary_dim,
+            {"qkv": projected} | norms | {"cos": rope.cos, "sin": rope.sin, "positions": node.inputs["positions"],
+             "cache": cache},
+            {"q": cells, "cache": cache}, eps=qkv.attributes.get("eps", 0.0), rotary_dim=rope.rotary_dim,
             **self._cache_attributes(cache, q), **options,
         )  # fmt: skip
 
     def _lower_window_start(self, node: Kernel) -> None:
-        first = node.outputs["first"]
-        self._emit("window_start", first.shape[0], node.inputs, node.outputs, **node.attributes)
+        first = self._plain_of(node.outputs["first"])
+        self._emit("window_start", first.shape[0], node.inputs, {"first": first}, **node.attributes)
 
     def _lower_attention(self, node: Kernel) -> None:
         cache, y, q = self._pages(node.inputs["cache"]), node.outputs["y"], node.inputs["q"]
         operands = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+        if "first" in node.inputs:
+            operands["first"] = self._plain_of(node.inputs["first"])
         self._emit(
             "attention", y.shape[0], dict(node.inputs) | operands,
             {"y": self._new_rows(y)}, chunk=ATTENTION_CHUNK, **self._cache_attributes(cache, q),

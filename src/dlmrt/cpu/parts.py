@@ -27,7 +27,8 @@ INT4_GROUP = 128
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4": 4}  # DType of kernels/args.hpp
 OPERANDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "nvfp4": "int8", "int4": "int8"}
 _GROUPS = {"nvfp4": 16, "int4": INT4_GROUP}
-_MATRIX_INPUTS = {"linear", "qkv", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}  # operations that multiply `x`
+# Operations that multiply their `x` by a matrix.
+_MATRIX_INPUTS = {"linear", "qkv", "qkv_biased", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}
 
 
 def group_of(dtype: str) -> int:
@@ -90,6 +91,7 @@ class Parts:
         self._forms = Forms()
         self._nodes: list[Node] = []
         self._num_scratch = 0
+        self._plain: dict[Buffer, Buffer] = {}  # values of one form: their scratch under a name of this program
         self._uses: dict[Buffer, list[tuple[Kernel, str]]] = {}
         for node in walk(program.body):
             if isinstance(node, Kernel):
@@ -141,6 +143,12 @@ class Parts:
         rows = uses[0][0].outputs["y"] if is_output else self._scratch("float32", value.shape)
         self._forms.rows[value] = rows
         return rows
+
+    def _plain_of(self, value: Buffer) -> Buffer:
+        """Scratch of a value that has one form, such as a choice of experts."""
+        if value not in self._plain:
+            self._plain[value] = self._scratch(value.dtype, value.shape)
+        return self._plain[value]
 
     def _capped(self, value: Buffer) -> Buffer:
         """What a soft cap makes of `value` in place, or `value` where there is none."""

@@ -20,6 +20,7 @@ from dlmrt.types import (
     Int32,
     RequestRecord,
     StepState,
+    TokenLogprob,
     Usage,
 )
 
@@ -76,6 +77,7 @@ class Trace:
     forwards: list[ForwardRecord] = field(default_factory=list)
     states: list[StepState] = field(default_factory=list)
     blocks: list[Int32] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
     answer: list[int] = field(default_factory=list)
     num_blocks: int = 0
     end_reason: EndReason = "cancelled"
@@ -119,7 +121,7 @@ class Trace:
             end_reason=self.end_reason, forwards=tuple(self.forwards), num_blocks=self.num_blocks,
             num_cached_prompt_tokens=0, settings=settings.as_dict(),
             prompt_token_ids=tuple(self.request.prompt_S.tolist()),
-            states=tuple(self.states), blocks=tuple(self.blocks),
+            states=tuple(self.states), blocks=tuple(self.blocks), logprobs=tuple(self.logprobs),
         )  # fmt: skip
         return GenerateResult(
             text=text, token_ids=tuple(self.answer), finish_reason=_FINISH[self.end_reason], usage=usage, record=record

@@ -9,12 +9,14 @@ Source: ours; the surface is described in docs/design.md.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -25,10 +27,11 @@ import numpy as np
 from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
+from dlmrt.cpu.memory import available_bytes
 from dlmrt.cuda.device import num_devices
 from dlmrt.decode.answer import Reply, Trace
 from dlmrt.decode.loop import BlockEvent, Event, LoopRequest, StepEvent, prefill
-from dlmrt.decode.native import run_loop
+from dlmrt.decode.native import is_native, run_loop
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import ResolvedDecode, resolve, with_overrides
 from dlmrt.decode.text import StopMatcher, TextCodec
@@ -70,6 +73,9 @@ EXECUTORS: dict[str, tuple[str, str, str]] = {
 }
 
 MAX_THREADS = 4096
+# Of a step's arrays [L, V] in decode.sampling and the denoiser, at their largest: without and with a draw.
+_GREEDY_BYTES, _DRAWN_BYTES = 36, 56
+ABANDONED_S = 60.0  # a stream that nobody has gone on with for so long is not waited for
 _OPEN_SLOT = "\u2591"
 
 
@@ -147,6 +153,7 @@ class Engine:
         self._lock = threading.Lock()
         self._running: threading.Event | None = None  # cancel flag of the request that holds the lock
         self._holder: int | None = None  # thread that last worked on that request
+        self._paused: float | None = None  # since when that request's stream waits to be gone on with
 
     @classmethod
     def load(
@@ -191,15 +198,17 @@ class Engine:
     def close(self) -> None:
         """Free the weights; waits for a running request. Later calls raise UsageError.
 
-        A stream that is open in the calling thread is not waited for: it ends as if cancelled when it is gone on with.
+        A stream that is open in the calling thread, or was left open in another one, is not waited for: it ends as if
+        cancelled when it is gone on with.
         """
         running = self._running
-        if running is not None and self._holder == threading.get_ident():
+        is_mine = running is not None and self._holder == threading.get_ident()
+        is_taken = not is_mine and self._acquire()
+        self._denoiser = None
+        if is_taken:
+            self._lock.release()
+        elif running is not None:
             running.set()
-            self._denoiser = None
-            return
-        with self._lock:
-            self._denoiser = None
 
     def cancel(self) -> None:
         """End the running request, if any, before its next forward; it returns what is final with "cancelled"."""
@@ -235,7 +244,7 @@ class Engine:
 
         Args:
             prompt: text to be continued as it is, token ids, or messages for the chat template.
-            record: keep every state and whole blocks in `GenerateResult.record`.
+            record: keep every state, whole blocks and log-probabilities in `GenerateResult.record`.
             cancel: set it from another thread to end this request.
             observe: gets every event of the loop, states with the residual they consumed; arrays are its to keep.
             overrides: fields of DecodeConfig, on top of `config`.
@@ -277,8 +286,10 @@ class Engine:
             banned=self._banned, allowed=self._allowed, cancel=cancel or threading.Event(), watch=reply.push,
             with_probs=tokens and num_top_logprobs > 0,
         )  # fmt: skip
-        token_trace = TokenTrace(num_top_logprobs) if tokens else None
-        return self._run(request, reply, token_trace, canvas=canvas, record=record, observe=observe)
+        token_trace = TokenTrace(num_top_logprobs) if tokens or record else None
+        self._check_memory(request)
+        events = self._run(request, reply, token_trace, canvas=canvas, tokens=tokens, record=record, observe=observe)
+        return self._watched(events)
 
     def logits(self, context_ids: Sequence[int], canvas_ids: Sequence[int], residual: Float32 | None = None) -> Float32:
         """Logits float32 [L, V] of one canvas behind a committed context, as the loop would see them.
@@ -310,17 +321,44 @@ class Engine:
     def _slot(self) -> Iterator[None]:
         """The right to use the denoiser, for one request at a time.
 
-        A stream that the main thread has left open would be waited for by the only thread that can go on with it.
+        A stream that the main thread has left open would be waited for by the only thread that can go on with it. Of
+        other threads nobody knows that: pools move streams between them. There, time tells.
+
+        Raises:
+            UsageError: a stream is open that this thread, or nobody for a long time, has gone on with.
         """
         me = threading.get_ident()
         if self._holder == me == threading.main_thread().ident:
             raise UsageError("a stream of this engine is open in this thread; exhaust it or call its close() first")
-        with self._lock:
+        if not self._acquire():
+            raise UsageError("another stream of this engine was left open; exhaust it or call its close() first")
+        try:
             self._holder = me
-            try:
-                yield
-            finally:
-                self._holder = None
+            yield
+        finally:
+            self._holder = None
+            self._lock.release()
+
+    def _acquire(self) -> bool:
+        """Wait for the lock; False when the stream that has it was left open."""
+        while not self._lock.acquire(timeout=ABANDONED_S / 4):
+            paused = self._paused
+            if paused is not None and time.monotonic() - paused > ABANDONED_S:
+                return False
+        return True
+
+    def _watched(self, events: Generator[StreamEvent, None, None]) -> Iterator[StreamEvent]:
+        """`events`, noting since when their reader is waited for while the slot is taken."""
+        with contextlib.closing(events):
+            for event in events:
+                if isinstance(event, GenerateResult):  # the slot is free
+                    yield event
+                    continue
+                self._paused = time.monotonic()
+                try:
+                    yield event
+                finally:
+                    self._paused = None
 
     def _open_denoiser(self) -> Denoiser:
         if self._denoiser is None:
@@ -380,10 +418,24 @@ class Engine:
             f"whole blocks of {length}; max_tokens can be at most {room}"
         )
 
+    def _check_memory(self, request: LoopRequest) -> None:
+        """Refuse a canvas whose predictions would not fit; a native loop keeps none and checks what it needs itself."""
+        settings, available = request.settings, available_bytes()
+        if available is None or self._denoiser is None or is_native(self._denoiser, request):
+            return
+        num_bytes = _GREEDY_BYTES if settings.is_greedy else _DRAWN_BYTES
+        needed = num_bytes * settings.canvas_length * self.config.vocab_size
+        if needed > available:
+            raise UsageError(
+                f"canvas_length {settings.canvas_length} needs {needed:,} bytes ({needed / 2**30:.2f} GiB) for the "
+                f"predictions of one step over {self.config.vocab_size} ids, {available:,} ({available / 2**30:.2f} "
+                "GiB) are available; choose a shorter one"
+            )
+
     def _run(
-        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, record: bool,
-        observe: Callable[[Event], None] | None,
-    ) -> Iterator[StreamEvent]:  # fmt: skip
+        self, request: LoopRequest, reply: Reply, token_trace: TokenTrace | None, *, canvas: bool, tokens: bool,
+        record: bool, observe: Callable[[Event], None] | None,
+    ) -> Generator[StreamEvent, None, None]:  # fmt: skip
         with self._slot():
             denoiser = self._open_denoiser()
             self._running = request.cancel
@@ -400,7 +452,10 @@ class Engine:
                     if token_trace is not None and isinstance(event, StepEvent):
                         token_trace.step(event)
                     if token_trace is not None and isinstance(event, BlockEvent):
-                        yield token_trace.close(event)
+                        closed = token_trace.close(event)
+                        trace.logprobs += closed.logprobs if record else ()
+                        if tokens:
+                            yield closed
                     if text := reply.take():
                         yield TextEvent(text=text)
                 if trace.end_reason != "stop_string" and reply.finish():

@@ -14,6 +14,7 @@ Source: ours.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast, runtime_checkable
@@ -70,6 +71,13 @@ class LoopExecutor(Protocol):
         """Start one request from an empty context that may fill `positions`."""
 
 
+def is_native(denoiser: Denoiser, request: LoopRequest) -> bool:
+    """Whether `denoiser` runs the loop of `request` itself; whole distributions never leave a native loop."""
+    return (
+        isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS and not request.with_probs
+    )
+
+
 def run_loop(
     denoiser: Denoiser, request: LoopRequest, *, wants_steps: bool = False, keeps_residual: bool = False
 ) -> Generator[Event]:
@@ -79,8 +87,7 @@ def run_loop(
         wants_steps: steps are wanted as they happen; otherwise a native loop wakes the reader once a block.
         keeps_residual: states carry the residual they consumed.
     """
-    is_native = isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS
-    if not is_native or request.with_probs:  # whole distributions never leave a native loop
+    if not is_native(denoiser, request):
         return decode(denoiser, request)
     return _follow(cast(LoopExecutor, denoiser), request, wants_steps=wants_steps, keeps_residual=keeps_residual)
 
@@ -101,7 +108,7 @@ def _follow(
     try:
         records = _records(run, request)
         _, prefill = next(records)
-        yield PrefillEvent(forwards=_prefill_records(int(prefill["context"]), length))
+        yield PrefillEvent(forwards=_prefill_records(int(prefill["context"]), start, request))
         end_reason: EndReason | None = None
         while end_reason is None:
             block = _NativeBlock(
@@ -198,12 +205,16 @@ def _residual(record: np.void) -> Float32 | None:
     return record["residual"] if "residual" in record.dtype.names else None
 
 
-def _prefill_records(num_rows: int, length: int) -> tuple[ForwardRecord, ...]:
+def _prefill_records(num_rows: int, num_prefill: int, request: LoopRequest) -> tuple[ForwardRecord, ...]:
+    """The forwards that brought `num_rows` of `num_prefill` rows into the context, as `loop.prefill` divides them."""
+    length = request.settings.canvas_length
     chunk = _prefill_chunk(length)
+    is_causal = request.diffusion.context_attention == "causal"
+    bounds = [0, *range(chunk if is_causal else chunk - -num_prefill % length, num_rows, chunk), num_rows]
     return tuple(
-        ForwardRecord(kind="prefill", block_idx=-1, step=-1, num_rows=min(chunk, num_rows - begin))
-        for begin in range(0, num_rows, chunk)
-    )
+        ForwardRecord(kind="prefill", block_idx=-1, step=-1, num_rows=end - begin)
+        for begin, end in itertools.pairwise(bounds) if end > begin
+    )  # fmt: skip
 
 
 def _prefill_chunk(length: int) -> int:

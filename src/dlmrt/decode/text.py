@@ -1,45 +1,37 @@
-"""Text to ids and back: encoding that users cannot abuse, chat templates, incremental decoding, stop strings.
+"""Text to ids and back: encoding that users cannot abuse, incremental decoding, stop strings.
 
-Special tokens are written by templates and by the tokenizer's own post-processor, never by users: their literal text in
-a prompt or message is ordinary text, or a prompt could open a hole in itself (the mask token) or a turn of its own.
+Special tokens are written by templates (`decode.template`) and by the tokenizer's own post-processor, never by users:
+their text in a prompt or message is ordinary text, or a prompt could open a hole in itself (the mask token) or a turn
+of its own.
 
 Decoding is defined once, as a stream: ids are decoded one after the other behind a short context, and text is held
 while it ends in an incomplete character. `decode` is that stream pushed at once, so streamed and plain text cannot
 differ. An incomplete character at the very end is dropped.
 
-Left out on purpose: control tokens that a template itself makes out of other user text, by writing their beginning
-("<|" + role + "|>", which is meant so) or by changing letters; and tokenizers that prepend a space to each piece of
-text (those get it after every special token when a message holds special-token text).
+Left out on purpose: tokenizers that prepend a space to each piece of text (those get it after every special token when
+a message holds special-token text).
 
-Source: rendering rules of transformers 5.24.0 utils/chat_template_utils.py (compared in tests); the idea of marking
-control tokens in user text before rendering is also theirs.
+Source: ours; which added tokens swallow white space as in tokenizers 0.23.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
-import re
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Template, TemplateError, meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken, Tokenizer
 
+from dlmrt.decode.template import ChatTemplate, Rendered
 from dlmrt.errors import CheckpointError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import read_json
 from dlmrt.models.typed import shown
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode half a character to
-_MAX_DEPTH = 100  # of lists and objects in a message
 _MAX_PENDING = 8  # tokens; a character has at most four bytes, so more are not half a character but garbage
 
 
@@ -120,13 +112,10 @@ class TextCodec:
         """Whether `encode_messages` can be used."""
         return self._source is not None
 
-    @cached_property
+    @property
     def template_options(self) -> frozenset[str]:
         """Names that the chat template reads, such as ``enable_thinking``."""
-        if self._source is None:
-            return frozenset()
-        environment = self._template.environment
-        return frozenset(meta.find_undeclared_variables(environment.parse(self._source)))
+        return self._template.options if self.has_template else frozenset()
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text` with what the tokenizer itself adds (BOS, once, if it adds one).
@@ -153,24 +142,18 @@ class TextCodec:
                 raise UnknownOptionError(
                     f"the chat template does not read {name!r}{nearest(name, self.template_options)}"
                 )
-        plain = self._render(messages, add_generation_prompt, template_options)
-        marker = self._marker(plain, messages, template_options)
-        marked_messages, num_marks = self._mark(messages, marker)
-        marked_options, num_option_marks = self._mark(template_options, marker)
-        if not num_marks + num_option_marks:
-            ids = self._encode(plain, specials=True, add=False)
-            # A tokenizer that normalises text first can find control tokens in other text, e.g. of full width.
-            found = Counter(token for token in ids if token in self._special)
-            written = Counter(re.findall(self._special_pattern, plain))
-            if all(count <= written[self._special[token].content] for token, count in found.items()):
-                return ids
-            return self._encode_marked(plain, marker)
-        marked = self._render(marked_messages, add_generation_prompt, marked_options)
-        if marked.replace(marker, "") != plain:
-            raise UsageError(
-                "a message holds the text of a special token and the chat template transforms it; remove that text"
-            )
-        return self._encode_marked(marked, marker)
+        rendered = self._template.render(
+            messages, add_generation_prompt=add_generation_prompt, options=template_options
+        )  # fmt: skip
+        if rendered.control != self._template.occurrences(rendered.text):
+            return self._encode_rendered(rendered)
+        ids = self._encode(rendered.text, specials=True, add=False)
+        # A tokenizer that normalises text first can find control tokens in other text, e.g. of full width.
+        found = Counter(token for token in ids if token in self._special)
+        written = Counter(rendered.text[begin:end] for begin, end in rendered.control)
+        if all(count <= written[self._special[token].content] for token, count in found.items()):
+            return ids
+        return self._encode_rendered(rendered)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`; special and unknown ids are dropped, and so is an incomplete character at the end."""
@@ -192,87 +175,25 @@ class TextCodec:
         except (TypeError, UnicodeError) as error:
             raise UsageError("the text holds a lone surrogate or is not a string; send valid Unicode") from error
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, options: Mapping[str, Any]
-    ) -> str:
-        template = self._template
-        if not messages:
-            raise UsageError("a conversation needs at least one message")
-        _check_values(messages, options)
-        # A key with the value None would be rendered as "None"; templates handle its absence.
-        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        values = {"tools": None, "documents": None, **self.variables, **options}
-        try:
-            return str(template.render(messages=given, add_generation_prompt=add_generation_prompt, **values))
-        except Exception as error:  # a template is a program: it can fail in any way, recursion and memory included
-            reason = str(error) or type(error).__name__
-            raise UsageError(f"the chat template refuses these messages: {reason}; check roles and contents") from error
-
     @cached_property
-    def _template(self) -> Template:
+    def _template(self) -> ChatTemplate:
         if self._source is None:
             raise UsageError(
                 "this checkpoint has no chat template; send a plain prompt, or add chat_template.jinja to its folder"
             )
-        try:
-            return _environment().from_string(self._source)
-        except TemplateError as error:
-            raise CheckpointError(f"the chat template is not valid jinja ({error}); download it again") from error
+        return ChatTemplate(self._source, self.variables, [token.content for token in self._special.values()])
 
-    @cached_property
-    def _special_pattern(self) -> str:
-        """Alternatives of special-token texts, longest first, as the tokenizer matches them; never empty."""
-        contents = sorted((token.content for token in self._special.values()), key=len, reverse=True)
-        return "|".join(map(re.escape, contents)) or "(?!)"
-
-    @cached_property
-    def _special_beginnings(self) -> tuple[str, ...]:
-        """All proper beginnings of special-token texts."""
-        contents = [token.content for token in self._special.values()]
-        return tuple({content[:length] for content in contents for length in range(1, len(content))})
-
-    def _marker(self, *texts: object) -> str:
-        """A private-use character that occurs nowhere in `texts`, so that no user can forge it."""
-        present = set(json.dumps([*texts, self._source], ensure_ascii=False))
-        marker = next((c for c in map(chr, range(0xF0000, 0x110000)) if c not in present), None)
-        if marker is None:
-            raise UsageError("the messages use up all private-use characters; remove some")
-        return marker
-
-    def _mark(self, value: Any, marker: str) -> tuple[Any, int]:
-        """Copy of `value` with a marker before each special-token text in its strings, and the number of markers.
-
-        A string that ends in the beginning of such a text is marked there too: the template may put another behind it.
-        """
-        if isinstance(value, str):
-            marked, count = re.subn(self._special_pattern, lambda match: marker + match[0], value)
-            end = value.rstrip()  # templates strip
-            if not end.endswith(self._special_beginnings):
-                return marked, count
-            cut = len(end) - len(value) - 1
-            return marked[:cut] + marker + marked[cut:], count + 1
-        if isinstance(value, Mapping):
-            pairs = [(self._mark(key, marker), self._mark(item, marker)) for key, item in value.items()]
-            return {key: item for (key, _), (item, _) in pairs}, sum(m + n for (_, m), (_, n) in pairs)
-        if isinstance(value, list | tuple):
-            items = [self._mark(item, marker) for item in value]
-            return [item for item, _ in items], sum(count for _, count in items)
-        return value, 0
-
-    def _encode_marked(self, text: str, marker: str) -> list[int]:
-        """Encode with the unmarked special tokens real and the marked ones, without their marker, ordinary text."""
-        ids: list[int] = []
+    def _encode_rendered(self, rendered: Rendered) -> list[int]:
+        """Encode with the template's control tokens real and all other text ordinary."""
         by_content = {token.content: (token_id, token) for token_id, token in self._special.items()}
-        segment, strip_left = "", False
-        for piece in re.split(f"({marker}?(?:{self._special_pattern}))", text):
-            if piece not in by_content:
-                segment += piece.replace(marker, "")
-                continue
-            token_id, token = by_content[piece]
-            ids += self._encode_segment(segment, strip_left, token.lstrip)
+        ids: list[int] = []
+        text, position, strip_left = rendered.text, 0, False
+        for begin, end in rendered.control:
+            token_id, token = by_content[text[begin:end]]
+            ids += self._encode_segment(text[position:begin], strip_left, token.lstrip)
             ids.append(token_id)
-            segment, strip_left = "", token.rstrip
-        return ids + self._encode_segment(segment, strip_left, False)
+            position, strip_left = end, token.rstrip
+        return ids + self._encode_segment(text[position:], strip_left, False)
 
     def _encode_segment(self, text: str, strip_left: bool, strip_right: bool) -> list[int]:
         """Encode ordinary text between special tokens; some of those swallow the white space beside them."""
@@ -360,64 +281,6 @@ class StopMatcher:
 
     def _may_match(self, tail: str) -> bool:
         return any(len(stop) > len(tail) and stop.startswith(tail) for stop in self._stops)
-
-
-class _Generation(Extension):
-    """``{% generation %}`` marks what a model wrote, for training masks; rendering keeps its body as it is."""
-
-    tags = {"generation"}  # noqa: RUF012 the base class declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Sandboxed jinja with the filters and globals that chat templates on the hub rely on."""
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja's own escapes for HTML
-
-    def strftime_now(format: str) -> str:
-        return datetime.now().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment
-
-
-def _check_values(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> None:
-    """Refuse what JSON cannot hold: a template would show other objects as text that nobody has looked at."""
-    if not isinstance(messages, list | tuple):  # an iterator would be empty when it is rendered
-        raise UsageError(f"the messages are a {type(messages).__name__}; give a list of them")
-    for at, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise UsageError(f"message {at} is {shown(message)}; it must be an object with role and content")
-        if not isinstance(message.get("role"), str):
-            raise UsageError(f'message {at} has no role; give e.g. "role": "user"')
-        _check_json(message, f"message {at}")
-    _check_json(options, "a template option")
-
-
-def _check_json(value: Any, where: str, depth: int = 0) -> None:
-    if depth > _MAX_DEPTH:
-        raise UsageError(f"{where} is nested more than {_MAX_DEPTH} deep; flatten it")
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                raise UsageError(f"{where} has the key {shown(key)}; keys are text")
-            _check_json(item, where, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            _check_json(item, where, depth + 1)
-    elif not isinstance(value, str | int | float | None):
-        raise UsageError(f"{where} holds {shown(value)}; it must be text, a number, a list or an object")
 
 
 def _check_added_tokens(tokenizer: Tokenizer, path: Path) -> None:

@@ -34,9 +34,15 @@ class TokenTrace:
         after, prediction = event.after, event.prediction
         self._num_pinned = int(after.is_pinned_L.sum())
         for slot in np.flatnonzero(after.changed_L).tolist():
-            is_argmax = after.answer_L[slot] == prediction.argmax_L[slot]
-            chosen_L = prediction.argmax_confidence_L if is_argmax else prediction.confidence_L
-            self._slots[slot] = TokenLogprob(logprob=_log(chosen_L[slot]), top=self._top(event, slot))
+            token = int(after.answer_L[slot])
+            if token == prediction.argmax_L[slot]:
+                probability = prediction.argmax_confidence_L[slot]
+            elif token == prediction.token_L[slot]:
+                probability = prediction.confidence_L[slot]
+            else:  # joint_threshold_indel moved it here, or took it instead of an id with a meaning of its own
+                assert prediction.probs_LV is not None
+                probability = prediction.probs_LV[slot, token]
+            self._slots[slot] = TokenLogprob(logprob=_log(probability), top=self._top(event, slot))
 
     def close(self, event: BlockEvent) -> TokensEvent:
         """The answer ids of the block that ended; the next block starts clean."""

@@ -22,9 +22,9 @@ from dlmrt.models.layers import Rename, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
-    "adapter_shapes", "forward",
-    "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER",
+    "STOP_TOKENS", "UNQUANTIZED", "adapter_shapes", "forward", "has_residual", "head", "soft_embedding",
+    "tensor_shapes",
 ]  # fmt: skip
 
 DECODER = "model.decoder."
@@ -57,6 +57,7 @@ JOINS_EXPERTS = True
 STOP_TOKENS = ("<turn|>",)
 UNQUANTIZED = r"\.router\.|self_conditioning"
 ROUTER = ".router.proj.weight"
+CONTEXT_DIFFERS = True
 FLOAT32 = ()
 
 
@@ -125,14 +126,21 @@ def forward(
             )  # fmt: skip
         x = ops.rms_norm(x, None, eps=eps)
     for layer_idx in range(config.num_layers):
-        p = f"{DECODER}layers.{layer_idx}."
-        h = _norm(ops, params, config, p + "input_layernorm", x)
-        h = _attention(ops, params, config, layer_idx, h, positions, attend)
-        x = ops.add(x, _norm(ops, params, config, p + "post_attention_layernorm", h))
-        x = ops.add(x, _feed_forward(ops, params, config, p, x))
-        side = ENCODER if is_context else DECODER
-        x = ops.scale(x, params[f"{side}layers.{layer_idx}.layer_scalar"])
+        x = layers.run_layer(_layer, ops, params, config, layer_idx, x, positions, attend, is_context)
     return ops.rms_norm(x, params[FINAL_NORM], eps=eps, is_product_fp32=True)
+
+
+def _layer(
+    ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, layer_idx: int, x: Tensor, positions: Tensor,
+    attend: Attend, is_context: bool,
+) -> Tensor:  # fmt: skip
+    p = f"{DECODER}layers.{layer_idx}."
+    h = _norm(ops, params, config, p + "input_layernorm", x)
+    h = _attention(ops, params, config, layer_idx, h, positions, attend)
+    x = ops.add(x, _norm(ops, params, config, p + "post_attention_layernorm", h))
+    x = ops.add(x, _feed_forward(ops, params, config, p, x))
+    side = ENCODER if is_context else DECODER
+    return ops.scale(x, params[f"{side}layers.{layer_idx}.layer_scalar"])
 
 
 def _norm(ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, name: str, x: Tensor) -> Tensor:

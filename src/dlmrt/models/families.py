@@ -18,6 +18,7 @@ class Family(Protocol):
     """What a model file offers; the files themselves are the objects."""
 
     ADAPTER: str  # how the names of the residual adapter's tensors begin
+    CONTEXT_DIFFERS: bool  # whether rows that extend the context run otherwise than canvas rows
     EMBEDDING: str  # name of the table [V, D] of input embeddings
     HEAD: str  # name of the head [V, D] where it is not tied
     RENAMES: Sequence[Rename]  # how files spell tensors
@@ -65,6 +66,7 @@ _FAMILIES = {
     "Qwen3ForCausalLM": qwen3,
     "SDARForCausalLM": qwen3,
 }
+ARCHITECTURES = tuple(_FAMILIES)
 
 
 def family_of(config: ModelConfig) -> Family:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 from dlmrt.models.config import ModelConfig
 from dlmrt.ops.spec import Ops, Tensor
@@ -47,6 +48,29 @@ def mix_residual(
     assert config.diffusion is not None
     adapter = [params[f"{ADAPTER}{name}.weight"] for name in ("norm", "gate_proj", "up_proj", "down_proj")]
     return ops.residual_mix(x, z, where, *adapter, alpha=config.diffusion.residual.alpha, eps=config.rms_norm_eps)
+
+
+LayerFunction = Callable[[Mapping[str, Tensor], Tensor], Tensor]  # (parameters, rows [T, D]) -> rows [T, D]
+
+
+@runtime_checkable
+class LayeredParams(Protocol):
+    """Parameters that are to hand for one layer at a time: sharded over processes, or used again in backward."""
+
+    def run_layer(self, layer_idx: int, layer: LayerFunction, x: Tensor) -> Tensor:
+        """``layer(parameters, x)`` with the parameters of layer `layer_idx` present."""
+
+
+def run_layer(
+    layer: Callable[..., Tensor], ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, layer_idx: int,
+    x: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    """``layer(ops, params, config, layer_idx, x, *rest)`` by way of the parameters, where they want to know."""
+
+    def call(params: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        return layer(ops, params, config, layer_idx, x, *rest)
+
+    return params.run_layer(layer_idx, call, x) if isinstance(params, LayeredParams) else call(params, x)
 
 
 def embedding_scale(config: ModelConfig) -> float:

@@ -20,9 +20,9 @@ from dlmrt.models.layers import ADAPTER, Rename, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
-    "adapter_shapes", "forward",
-    "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER",
+    "STOP_TOKENS", "UNQUANTIZED", "adapter_shapes", "forward", "has_residual", "head", "soft_embedding",
+    "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.word_embeddings.weight"
@@ -44,6 +44,7 @@ JOINS_EXPERTS = False
 STOP_TOKENS = ("<|role_end|>",)
 UNQUANTIZED = r"\.mlp\.gate\.weight$|residual_adapter"
 ROUTER = ".mlp.gate.weight"
+CONTEXT_DIFFERS = False
 FLOAT32 = (".expert_bias",)  # selects experts: rounded, it reroutes
 
 
@@ -91,20 +92,26 @@ def forward(
     *, z: Tensor | None = None, where: Tensor | None = None, is_context: bool = False,
 ) -> Tensor:  # fmt: skip
     """Final hidden states [T, D] of rows `ids` [T] at `positions` [T]; see `dlmrt.models.families.Family`."""
-    eps = config.rms_norm_eps
     x = layers.mix_residual(ops, params, config, ops.embed(params[EMBEDDING], ids), z, where)
     for layer_idx in range(config.num_layers):
-        p = f"model.layers.{layer_idx}."
-        h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
-        q, k, v = ops.qkv_packed(
-            h, params[p + "attention.query_key_value.weight"], params[p + "attention.query_layernorm.weight"],
-            params[p + "attention.key_layernorm.weight"], positions, num_heads=config.num_heads,
-            head_dim=config.head_dim, rope=config.rope, eps=eps,
-        )  # fmt: skip
-        x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "attention.dense.weight"]))
-        h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
-        x = ops.add(x, _feed_forward(ops, params, config, p + "mlp.", layer_idx, h))
-    return ops.rms_norm(x, params[FINAL_NORM], eps=eps)
+        x = layers.run_layer(_layer, ops, params, config, layer_idx, x, positions, attend)
+    return ops.rms_norm(x, params[FINAL_NORM], eps=config.rms_norm_eps)
+
+
+def _layer(
+    ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, layer_idx: int, x: Tensor, positions: Tensor,
+    attend: Attend,
+) -> Tensor:  # fmt: skip
+    eps, p = config.rms_norm_eps, f"model.layers.{layer_idx}."
+    h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
+    q, k, v = ops.qkv_packed(
+        h, params[p + "attention.query_key_value.weight"], params[p + "attention.query_layernorm.weight"],
+        params[p + "attention.key_layernorm.weight"], positions, num_heads=config.num_heads,
+        head_dim=config.head_dim, rope=config.rope, eps=eps,
+    )  # fmt: skip
+    x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "attention.dense.weight"]))
+    h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
+    return ops.add(x, _feed_forward(ops, params, config, p + "mlp.", layer_idx, h))
 
 
 def _feed_forward(

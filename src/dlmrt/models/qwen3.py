@@ -20,8 +20,9 @@ from dlmrt.models.layers import ADAPTER, adapter_shapes, has_residual
 from dlmrt.ops.spec import Attend, Ops, Tensor
 
 __all__ = [
-    "ADAPTER", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER", "STOP_TOKENS", "UNQUANTIZED",
-    "adapter_shapes", "forward", "has_residual", "head", "soft_embedding", "tensor_shapes",
+    "ADAPTER", "CONTEXT_DIFFERS", "EMBEDDING", "FLOAT32", "HEAD", "JOINS_EXPERTS", "RENAMES", "ROUTER",
+    "STOP_TOKENS", "UNQUANTIZED", "adapter_shapes", "forward", "has_residual", "head", "soft_embedding",
+    "tensor_shapes",
 ]  # fmt: skip
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -32,6 +33,7 @@ JOINS_EXPERTS = False
 STOP_TOKENS = ()
 UNQUANTIZED = r"residual_adapter"
 ROUTER = ""
+CONTEXT_DIFFERS = False
 FLOAT32 = ()
 
 
@@ -70,17 +72,23 @@ def forward(
     *, z: Tensor | None = None, where: Tensor | None = None, is_context: bool = False,
 ) -> Tensor:  # fmt: skip
     """Final hidden states [T, D] of rows `ids` [T] at `positions` [T]; see `dlmrt.models.families.Family`."""
-    eps = config.rms_norm_eps
     x = layers.mix_residual(ops, params, config, ops.embed(params[EMBEDDING], ids), z, where)
     for layer_idx in range(config.num_layers):
-        p = f"model.layers.{layer_idx}."
-        h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
-        q, k, v = _qkv(ops, params, config, p + "self_attn.", h, positions)
-        x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "self_attn.o_proj.weight"]))
-        h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
-        mlp = [params[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")]
-        x = ops.add(x, ops.gated_mlp(h, *mlp))
-    return ops.rms_norm(x, params[FINAL_NORM], eps=eps)
+        x = layers.run_layer(_layer, ops, params, config, layer_idx, x, positions, attend)
+    return ops.rms_norm(x, params[FINAL_NORM], eps=config.rms_norm_eps)
+
+
+def _layer(
+    ops: Ops, params: Mapping[str, Tensor], config: ModelConfig, layer_idx: int, x: Tensor, positions: Tensor,
+    attend: Attend,
+) -> Tensor:  # fmt: skip
+    eps, p = config.rms_norm_eps, f"model.layers.{layer_idx}."
+    h = ops.rms_norm(x, params[p + "input_layernorm.weight"], eps=eps)
+    q, k, v = _qkv(ops, params, config, p + "self_attn.", h, positions)
+    x = ops.add(x, ops.linear(ops.attention(attend, layer_idx, q, k, v), params[p + "self_attn.o_proj.weight"]))
+    h = ops.rms_norm(x, params[p + "post_attention_layernorm.weight"], eps=eps)
+    mlp = [params[f"{p}mlp.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    return ops.add(x, ops.gated_mlp(h, *mlp))
 
 
 def _qkv(

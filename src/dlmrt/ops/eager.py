@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -77,9 +78,16 @@ class QuantizedInput:
         return F.linear(torch.from_numpy(quantize(x.float().numpy())).to(x.dtype), self.weight)
 
 
-def linear(x: Tensor, weight: Tensor | QuantizedInput) -> Tensor:
+class Multiplies(Protocol):
+    """What may stand in place of a weight: rounded inputs, low-rank adaptation."""
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """X [..., I] times the weight it stands for, [..., O]."""
+
+
+def linear(x: Tensor, weight: Tensor | Multiplies) -> Tensor:
     """See `Ops.linear`."""
-    return weight.multiply(x) if isinstance(weight, QuantizedInput) else F.linear(x, weight)
+    return F.linear(x, weight) if isinstance(weight, Tensor) else weight.multiply(x)
 
 
 def gated_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str = "silu") -> Tensor:
@@ -238,6 +246,19 @@ def moe(
 def soft_cap(logits: Tensor, *, cap: float) -> Tensor:
     """See `Ops.soft_cap`."""
     return cap * torch.tanh(logits.float() / cap)
+
+
+def emittable_probs(logits: Tensor, banned: Tensor | None, *, temperature: float = 1.0) -> Tensor:
+    """softmax(logits / temperature) in fp32 over the ids that can be emitted: what `soft_embedding` makes z of.
+
+    The same distribution as `dlmrt.decode.sampling.predict` gives: ids that no answer can hold have no share in z, or a
+    model would be trained on a residual that decoding never feeds it.
+
+    Args:
+        banned: bool [V], ids that are never predicted (`dlmrt.decode.sampling.banned_ids`); None bans nothing.
+    """
+    scaled = logits.float() / temperature
+    return (scaled if banned is None else scaled.masked_fill(banned, -math.inf)).softmax(-1)
 
 
 def soft_embedding(probs: Tensor, table: Tensor, *, scale: float) -> Tensor:

@@ -118,9 +118,8 @@ class ModelParts:
         for window in self._windows:
             if window not in starts:
                 constants = {"window": window or 0, "is_shared": is_shared}
-                starts[window] = self.recorder.call("window_start", {"positions": positions}, attributes=constants)[
-                    "first"
-                ]
+                out = self.recorder.call("window_start", {"positions": positions}, attributes=constants)
+                starts[window] = out["first"]
         return tuple(starts[window] for window in self._windows)
 
     def _format(self, name: str, shape: tuple[int, ...], formats: Formats) -> str:

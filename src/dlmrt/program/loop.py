@@ -125,7 +125,9 @@ class _Loop:
             r.state(f"prefill.{name}", "int32", (rows,)) for name in ("ids", "positions", "visible")
         )
         with r.while_(b["more_prefill"]):
-            constants: dict[str, Value] = {"chunk": self.options.prefill_chunk} | self._visibility()
+            is_aligned = self.diffusion.context_attention == "block_causal"
+            align = self.options.canvas_length if is_aligned else 1
+            constants: dict[str, Value] = {"chunk": self.options.prefill_chunk, "align": align} | self._visibility()
             self._call("prefill_chunk", constants, outputs={"ids": ids, "positions": positions, "visible": visible})
             self.model.extend(ids, positions, visible)
             self._call("finish_chunk")

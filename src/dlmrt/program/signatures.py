@@ -82,8 +82,8 @@ HEAD_OPS = {
 }
 
 LOOP_OPS = {
-    # 1 prefill: the first num_prefill ids of the prompt in chunks (attribute `chunk`); visibility by
-    # `attention`, `block`
+    # 1 prefill: the first num_prefill ids of the prompt in chunks (attribute `chunk`) that end where a block of
+    # `align` rows does; visibility by `block`
     "start_request": (
         "num_prompt:int32[] num_prefill:int32[] cancel:int32[] -> context:int32[] num_prefill_forwards:int32[] "
         "more_prefill:int32[] more_blocks:int32[] block_idx:int32[] num_pinned:int32[] num_answer:int64[] "

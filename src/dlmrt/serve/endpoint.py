@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 from dlmrt.decode.engine import StreamEvent
@@ -44,6 +44,7 @@ class CompletionsEndpoint:
         body: dict[str, Any] = {}
         try:
             self._service.authorise(headers.get("authorization"))
+            _check_page(headers)
             body = await read_json(receive, headers, self._service.config.body)
             call = parse_call(
                 body, self._endpoint, ignore_unknown=self._service.config.ignore_unknown_fields
@@ -90,7 +91,7 @@ class CompletionsEndpoint:
     async def _stream(self, reply: Reply, outlet: _Outlet) -> None:
         async for choice, event in self._events(reply):
             if event is None:  # silence
-                await outlet.comment()
+                await outlet.keep_alive()
                 continue
             if not choice.has_begun:
                 await outlet.events(reply.head(choice))
@@ -158,6 +159,17 @@ class CompletionsEndpoint:
             await outlet.fail(problem)
 
 
+def _check_page(headers: Mapping[str, str]) -> None:
+    """Refuse what a page of another origin may send without asking: it cannot send JSON unless it is allowed to.
+
+    Raises:
+        ApiError: 415.
+    """
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    if "origin" in headers and kind != "application/json":
+        raise ApiError(415, f"a page may not send {kind or 'a body without a type'}; send application/json")
+
+
 class _Outlet:
     """Sends a response: at once, or as server-sent events. A client that does not read for too long has gone."""
 
@@ -178,9 +190,9 @@ class _Outlet:
         if data:
             await self._write(data)
 
-    async def comment(self) -> None:
-        """Keeps proxies from giving up; clients ignore it."""
-        await self._write(b": working\n\n")
+    async def keep_alive(self) -> None:
+        """Keeps proxies from giving up: empty lines, since some clients take a comment for a part of the next event."""
+        await self._write(b"\n\n")
 
     async def done(self) -> None:
         """The end of a stream."""

@@ -86,7 +86,8 @@ HONOURED: dict[str, Field] = {
         schema=_BOOL,
     ),
     "tools": Field(
-        says="functions for the template, where template and tokenizer know tool calls; calls are parsed",
+        says="functions for the template, where template and tokenizer know tool calls; calls are parsed, see "
+        "Reasoning and tools",
         schema={"type": "array", "items": _OBJECT}, only="chat",
     ),
     "tool_choice": Field(
@@ -94,7 +95,8 @@ HONOURED: dict[str, Field] = {
         schema=_STRING, only="chat",
     ),
     "chat_template_kwargs": Field(
-        says="options that the chat template reads, e.g. `enable_thinking`; others are refused", schema=_OBJECT,
+        says="options that the chat template reads, e.g. `enable_thinking`; others are refused. Of "
+        "`reasoning_effort` and `reasoning_strength` one is enough", schema=_OBJECT,
         only="chat",
     ),
     "reasoning_effort": Field(says="to the template, where it reads that name", schema=_STRING, only="chat"),

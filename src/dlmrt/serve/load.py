@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
 from dlmrt.decode.engine import Engine, make_denoiser, with_stop_tokens
@@ -31,6 +32,7 @@ class LoadConfig:
 
     model: str  # embedded name, folder or hub id
     revision: str | None = None
+    adapter: Path | None = None  # folder of a residual adapter that was trained on the model
     executor: str = "auto"
     dtype: str = "auto"
     num_threads: int | None = None
@@ -48,7 +50,10 @@ def load_engine(config: LoadConfig) -> Engine:
     """
     faults = parse_faults(config.fault)
     before_load(faults)
-    checkpoint = _adjusted(open_checkpoint(resolve(config.model, revision=config.revision)), config)
+    checkpoint = open_checkpoint(resolve(config.model, revision=config.revision))
+    if config.adapter is not None:
+        checkpoint = with_adapter(checkpoint, open_adapter(config.adapter))
+    checkpoint = _adjusted(checkpoint, config)
     denoiser: Denoiser = make_denoiser(
         checkpoint, executor=config.executor, dtype=config.dtype, num_threads=config.num_threads
     )

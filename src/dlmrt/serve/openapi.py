@@ -28,6 +28,7 @@ _STATUSES = {
     404: "no such model or route",
     408: "the body came too slowly",
     413: "the body is too large",
+    415: "a page sent something else than JSON",
     429: "the queue is full; see Retry-After",
     500: "the request failed, the next one starts clean",
     503: "loading, shutting down, or waited too long; see Retry-After",

@@ -113,6 +113,11 @@ def make_server(service: Service) -> Any:
             super().data_received(data)
             self._set_timer()
 
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            if self._timer is not None:
+                self._timer.cancel()
+
         def _set_timer(self) -> None:
             if self._timer is None and self._is_idle():
                 self._timer = self.loop.call_later(service.config.body.timeout_s, self._look)

@@ -41,7 +41,7 @@ class ServeConfig:
     grace_s: float = 30.0  # that a running answer has left when the server is told to stop
     step_timeout_s: float = 120.0  # that the engine has to stop after a cut; then the server ends with status 1
     send_timeout_s: float = 60.0  # without progress of a slow reader
-    keep_alive_s: float = 15.0  # silence after which a stream gets a comment
+    keep_alive_s: float = 15.0  # silence after which a stream gets empty lines
     body: BodyLimits = field(default_factory=BodyLimits)
     root_path: str = ""  # prefix under which a proxy shows the server
     cors_origins: tuple[str, ...] = ()

@@ -30,6 +30,11 @@ def test_ratio_is_the_median_of_ratios_within_rounds_not_of_medians():
     assert ratio("g", taken, "a", "b").is_met is None
 
 
+def test_a_floor_is_met_from_above():
+    assert check("g", "share of the peak", [0.9, 0.8], limit=0.85, is_floor=True).is_met
+    assert not check("g", "share of the peak", [0.8], limit=0.85, is_floor=True).is_met
+
+
 def test_disturbed_rounds_are_dropped_on_both_sides():
     taken = {"a": turns(1.0, 1.0, 1.0) + turns(9.0, others=0.5) + turns(1.0), "b": turns(2.0, 2.0, 2.0, 2.0, 2.0)}
     taken["b"][4] = turns(50.0, others=0.5)[0]
@@ -76,7 +81,8 @@ def test_document_holds_every_number_and_is_the_last_line_of_stdout(capsys):
     assert (told["schema"], told["name"], told["skipped"]) == ("dlmrt.benchmark/1", "x", ["c: absent"])
     assert told["rows"][0]["median"] == 2.0
     assert told["checks"][0] == {
-        "group": "g", "what": "a / b", "value": 0.5, "q25": 0.5, "q75": 0.5, "num": 1, "limit": 0.4, "is_met": False,
+        "group": "g", "what": "a / b", "value": 0.5, "q25": 0.5, "q75": 0.5, "num": 1, "limit": 0.4,
+        "is_floor": False, "is_met": False,
     }  # fmt: skip
     assert "MISSED" in err
     assert "c: absent" in err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -132,6 +133,17 @@ def test_missing_shard_is_named(sharded):
     shard.unlink()
     with pytest.raises(CheckpointError, match=shard.name):
         open_checkpoint(sharded)
+
+
+@pytest.mark.parametrize("executor", ["eager", "cpu"])
+def test_a_shard_cut_short_while_it_is_loaded_is_named(sharded, executor):
+    """K30: behind the checks of `open_checkpoint`; a mapped file would end the process (SIGBUS)."""
+    load_denoiser = importlib.import_module(f"dlmrt.{executor}.executor").load_denoiser
+    checkpoint = open_checkpoint(sharded)
+    last = sorted(sharded.glob("*.safetensors"))[-1]
+    os.truncate(last, last.stat().st_size - 8)
+    with pytest.raises(CheckpointError, match=f"{last.name} was changed while it was read"):
+        load_denoiser(checkpoint)
 
 
 def test_tensor_missing_inside_a_shard_is_named(sharded):

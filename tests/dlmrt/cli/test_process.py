@@ -167,3 +167,19 @@ def test_chat_survives_a_cancelled_answer(tiny_model, spawn):
     os.write(terminal, b"\x04")
     assert child.wait(timeout=90) == 0
     os.close(terminal)
+
+
+@pytest.mark.parametrize(("verb", "said", "status"), [("run", "is ready", 0), ("generate", "there is no prompt", 2)])
+def test_run_without_a_prompt_talks(tiny_model, spawn, verb, said, status):
+    """As Ollama's run; generate says what is missing."""
+    terminal, end = pty.openpty()
+    child = spawn(verb, tiny_model, "--max-tokens", "4", stdin=end, stdout=end, stderr=end, start_new_session=True)
+    os.close(end)
+    painted = _read_until(terminal, said)
+    if status == 0:
+        painted += _read_until(terminal, "> ")
+        os.write(terminal, b"hello\n")
+        _read_until(terminal, "> ")
+        os.write(terminal, b"\x04")
+    assert said in painted and child.wait(timeout=90) == status
+    os.close(terminal)

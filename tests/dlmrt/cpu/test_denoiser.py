@@ -26,6 +26,8 @@ CONFIGS = {
         "vocab_size": 263,
     },
     "yarn": {"rope": RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=32)},
+    "biased": {"architecture": "Qwen2ForCausalLM", "has_qkv_bias": True},
+    "one_layer": {"num_layers": 1},
     "half_rotary": {"rope": RopeConfig(partial_rotary_factor=0.5)},
 }  # fmt: skip
 

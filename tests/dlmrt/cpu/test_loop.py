@@ -8,9 +8,19 @@ import threading
 
 import numpy as np
 import pytest
-from pairs import draw_params, fast, make_cpu, make_eager, request_for, slow, with_adapter
+from pairs import (
+    assert_bit_equal,
+    assert_same,
+    draw_params,
+    fast,
+    make_cpu,
+    make_eager,
+    request_for,
+    slow,
+    with_adapter,
+)
 
-from dlmrt.decode.loop import BlockEvent, PrefillEvent, StepEvent
+from dlmrt.decode.loop import BlockEvent, StepEvent
 from dlmrt.errors import NonFiniteError
 from dlmrt.testing import END, tiny_config
 
@@ -29,6 +39,9 @@ MODELS = {
     "mask": {},
     "mask_shift": {"diffusion": {"logit_shift": 1}},
     "mask_grid_blocks": {"diffusion": {"context_attention": "block_causal", "block_anchor": "position_zero"}},
+    "mask_prompt_blocks_biased": {
+        "architecture": "A2DQwen2LMHeadModel", "has_qkv_bias": True, "diffusion": {"context_attention": "block_causal"},
+    },
     "mask_grid_causal": {"diffusion": {"block_anchor": "position_zero", "in_block_attention": "causal"}},
     "mask_residual": {"residual": with_adapter()},
     "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
@@ -55,47 +68,6 @@ def models():
         return made[name]
 
     return get
-
-
-def assert_same(slow_events, fast_events):
-    """Decisions exactly, statistics within rounding."""
-    assert [type(event) for event in fast_events] == [type(event) for event in slow_events]
-    for ours, theirs in zip(fast_events, slow_events, strict=True):
-        if isinstance(ours, PrefillEvent):
-            assert ours == theirs
-        elif isinstance(ours, BlockEvent):
-            assert (ours.block_idx, ours.start, ours.answer, ours.end_reason) == (
-                theirs.block_idx, theirs.start, theirs.answer, theirs.end_reason)  # fmt: skip
-            np.testing.assert_array_equal(ours.ids_L, theirs.ids_L)
-            assert [without_entropy(f) for f in ours.forwards] == [without_entropy(f) for f in theirs.forwards]
-            for one, other in zip(ours.forwards, theirs.forwards, strict=True):
-                assert one.mean_entropy == pytest.approx(other.mean_entropy, abs=1e-4)
-        else:
-            assert_same_step(ours, theirs)
-
-
-def assert_same_step(ours, theirs):
-    for field in dataclasses.fields(ours.state):
-        if field.name not in ("residual_LD", "entropy_L"):
-            np.testing.assert_array_equal(
-                getattr(ours.state, field.name), getattr(theirs.state, field.name), field.name
-            )
-    for field in dataclasses.fields(ours.after):
-        np.testing.assert_array_equal(getattr(ours.after, field.name), getattr(theirs.after, field.name), field.name)
-    assert ours.num_settled == theirs.num_settled
-    for name in ("argmax_L", "token_L"):
-        np.testing.assert_array_equal(getattr(ours.prediction, name), getattr(theirs.prediction, name), name)
-    for name in ("argmax_confidence_L", "confidence_L", "entropy_L"):
-        np.testing.assert_allclose(
-            getattr(ours.prediction, name), getattr(theirs.prediction, name), rtol=1e-4, atol=1e-5
-        )
-    assert (ours.state.residual_LD is None) == (theirs.state.residual_LD is None)
-    if ours.state.residual_LD is not None:
-        np.testing.assert_allclose(ours.state.residual_LD, theirs.state.residual_LD, atol=1e-3)
-
-
-def without_entropy(forward):
-    return dataclasses.replace(forward, mean_entropy=0.0)
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
@@ -164,17 +136,6 @@ def test_thread_counts_give_the_same_bytes(threads, rng):
     for sampling in SAMPLINGS.values():
         request = request_for(config, rng.integers(0, 250, 21), max_tokens=30, **RULES["threshold"], **sampling)
         assert_bit_equal(fast(one, request), fast(many, request))
-
-
-def assert_bit_equal(some, others):
-    assert len(some) == len(others)
-    for a, b in zip(some, others, strict=True):
-        if isinstance(a, StepEvent):
-            for one, other in ((a.state, b.state), (a.after, b.after), (a.prediction, b.prediction)):
-                for field in dataclasses.fields(one):
-                    np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name), field.name)
-        elif isinstance(a, BlockEvent):
-            assert (a.answer, a.forwards, a.end_reason) == (b.answer, b.forwards, b.end_reason)
 
 
 def test_a_request_does_not_see_the_one_before(rng):

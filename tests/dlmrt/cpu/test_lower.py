@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
 from dlmrt.cpu.lower import lower
-from dlmrt.models.config import ResidualConfig
+from dlmrt.models.config import ResidualConfig, load_config, parse_config
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
 from dlmrt.program.loop import LoopOptions, record_loop
 from dlmrt.program.nodes import Kernel, While, walk
@@ -26,6 +28,22 @@ FILTERED = LoopOptions(
 )
 
 
+DATA = Path(__file__).parents[2] / "data"
+CANVAS = LoopOptions(canvas_length=16, prefill_chunk=512, commit_rule="entropy_bound", use_residual=True)
+
+
+def two_layers_of_llada2():
+    """A dense layer and one with experts."""
+    given = json.loads((DATA / "llada2_tiny" / "config.json").read_text())
+    return parse_config(given | {"block_size": 8, "mask_token_id": 511, "num_hidden_layers": 2})
+
+
+def two_layers_of_gemma():
+    """A sliding layer and a full one."""
+    config = load_config(DATA / "dgemma_tiny")
+    return dataclasses.replace(config, num_layers=2, sliding=dataclasses.replace(config.sliding, full_layers=(1,)))
+
+
 def programs():
     """Golden listings by file name, and programs of the other paths without one."""
     return {
@@ -33,6 +51,12 @@ def programs():
         "loop_int8_residual.txt": lower(record_loop(RESIDUAL, INT8, GREEDY, capacity=256), RESIDUAL),
         "loop_drawn": lower(record_loop(SHIFTED, Formats(), DRAWN, capacity=256), SHIFTED),
         "loop_filtered": lower(record_loop(SHIFTED, INT8, FILTERED, capacity=256), SHIFTED),
+        "canvas_llada2_int8.txt": lower(
+            record_canvas(two_layers_of_llada2(), INT8, capacity=256, max_rows=8), two_layers_of_llada2()
+        ),
+        "loop_diffusion_gemma.txt": lower(
+            record_loop(two_layers_of_gemma(), Formats(), CANVAS, capacity=256), two_layers_of_gemma()
+        ),
         "extend": lower(record_extend(RESIDUAL, INT8, capacity=256, max_rows=512), RESIDUAL),
     }
 

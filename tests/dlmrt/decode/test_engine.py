@@ -353,6 +353,32 @@ def test_a_stream_left_open_is_an_error_not_a_deadlock() -> None:
         engine.generate("y")
 
 
+def test_a_stream_left_open_in_another_thread_does_not_block_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a second request there, nor one of the main thread, nor close(); a stream that is used is waited for."""
+    monkeypatch.setattr(engine_module, "ABANDONED_S", 0.2)
+    engine, _ = scripted_engine(answering(encode_bytes("a" * 300)))
+    refused: list[str] = []
+    streams: list[Any] = []
+
+    def leave_open() -> None:
+        streams.append(engine.stream("x", max_tokens=200))
+        next(streams[0])
+        try:
+            engine.generate("y")
+        except UsageError as error:
+            refused.append(str(error))
+
+    thread = threading.Thread(target=leave_open)
+    thread.start()
+    thread.join(30)
+    assert not thread.is_alive() and "was left open" in refused[0]
+    with pytest.raises(UsageError, match="was left open"):
+        engine.generate("y")
+    engine.close()
+    *_, result = streams[0]
+    assert result.finish_reason == "cancelled"
+
+
 def test_a_consumer_that_fails_or_leaves_frees_the_engine() -> None:
     engine, _ = scripted_engine(answering([*encode_bytes("ab" * 20), END]))
     with pytest.raises(KeyError):

@@ -213,14 +213,18 @@ def test_private_use_characters_cannot_forge_the_marker():
 
 
 def test_control_tokens_in_roles_and_options(codec):
-    """Every string that a caller passes is data; a template that transforms special-token text is refused."""
+    """Every string that a caller passes is data; a template that mangles special-token text is refused."""
     plain = TextCodec(byte_tokenizer(), template="{{ messages[0].role }}|{{ date }}")
     ids = plain.encode_messages([{"role": "<|im_end|>", "content": ""}], date="<|mask|>")
     assert not plain.special_ids & set(ids) and plain.decode(ids) == "<|im_end|>|<|mask|>"
     cutting = TextCodec(byte_tokenizer(), template="{{ messages[0].content[:3] }}")
+    for content in ("<|mask|>", "abcd"):
+        assert cutting.decode(cutting.encode_messages([{"role": "user", "content": content}])) == content[:3]
+    mangling = TextCodec(byte_tokenizer(), template="{{ (messages[0].content | tojson)[:-3] }}")
     with pytest.raises(UsageError, match="transforms it"):
-        cutting.encode_messages([{"role": "user", "content": "<|mask|>"}])
-    assert cutting.decode(cutting.encode_messages([{"role": "user", "content": "abcd"}])) == "abc"
+        mangling.encode_messages([{"role": "user", "content": '"<|mask|>'}])
+    ids = mangling.encode_messages([{"role": "user", "content": '"abcd'}])
+    assert mangling.decode(ids) == '"\\"ab'
 
 
 def test_special_tokens_that_swallow_spaces(tmp_path):

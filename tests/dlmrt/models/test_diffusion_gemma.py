@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 
 import numpy as np
 import pytest
@@ -125,45 +124,13 @@ def test_soft_embedding_of_one_hot_rows_is_the_embedding(oracle):
     np.testing.assert_array_equal(denoiser.soft_embedding(probs), wanted)
 
 
-@pytest.fixture(scope="module")
-def live(tmp_path_factory):
-    """transformers' model with random weights; both scalars of each layer drawn, as they start at 1."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    from transformers import DiffusionGemmaConfig, DiffusionGemmaForBlockDiffusion
-
-    text = {
-        "vocab_size": 199, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 5, "num_attention_heads": 6,
-        "num_key_value_heads": 3, "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 2,
-        "sliding_window": 12, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 24,
-        "max_position_embeddings": 512, "use_bidirectional_attention": "vision", "final_logit_softcapping": 20.0,
-        "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding", "sliding", "full")],
-    }  # fmt: skip
-    vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 16,
-    }  # fmt: skip
-    config = DiffusionGemmaConfig(text_config=text, vision_config=vision, canvas_length=8, attn_implementation="eager")
-    torch.manual_seed(0)
-    model = DiffusionGemmaForBlockDiffusion(config).float().eval()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-            if "vision" in name or not tensor.is_floating_point() or "inv_freq" in name or "embed_scale" in name:
-                continue
-            values = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(1 + 0.2 * values if tensor.ndim == 1 else values / tensor.shape[-1] ** 0.5)
-    folder = tmp_path_factory.mktemp("live")
-    model.save_pretrained(folder)
-    return model, open_checkpoint(folder)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("num_prompt", [3, 11, 12, 13, 30])
-def test_random_model_equals_transformers(live, num_prompt):
+def test_random_model_equals_transformers(live_diffusion_gemma, num_prompt):
     """Through our loader: save_pretrained's files, skipped vision tensors, the re-saved spelling of the config."""
     from transformers import DynamicCache
 
-    model, checkpoint = live
+    model, checkpoint = live_diffusion_gemma
     denoiser = EagerDenoiser(load_params(checkpoint), checkpoint.config)
     rng = np.random.default_rng(num_prompt)
     prompt, canvas, decided = (rng.integers(0, 199, size).astype(np.int32) for size in (num_prompt, 8, 8))

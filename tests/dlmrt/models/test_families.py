@@ -7,6 +7,7 @@ import json
 import math
 
 import pytest
+import torch
 
 from dlmrt.checkpoint.config_json import config_to_json
 from dlmrt.errors import CheckpointError, UnsupportedModelError
@@ -36,6 +37,50 @@ def test_full_size(data, name):
     counts = {tensor: math.prod(shape) for tensor, shape in shapes.items()}
     experts = sum(count for tensor, count in counts.items() if ".experts." in tensor)
     assert (sum(counts.values()), experts, config.kv_bytes_per_token) == SIZES[name]
+
+
+@pytest.mark.parametrize("flavour", ["mini", "flash"])
+def test_llada2_0_has_the_sizes_of_2_1(data, flavour):
+    raw = raw_config(data, f"llada2.1-{flavour}", max_position_embeddings=16384)
+    config = parse_config(raw)
+    count = sum(math.prod(shape) for shape in family_of(config).tensor_shapes(config).values())
+    assert count == SIZES[f"llada2.1-{flavour}"][0]
+
+
+def on_meta(raw):
+    """transformers' model of a config file in full size, without memory."""
+    import transformers
+    from transformers import AutoConfig
+
+    classes = {"qwen3": "Qwen3ForCausalLM", "qwen2": "Qwen2ForCausalLM", "diffusion_gemma": raw["architectures"][0]}
+    with torch.device("meta"):
+        return getattr(transformers, classes[raw["model_type"]])(AutoConfig.for_model(**raw))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-4b", {}),
+        ("sdar-4b-chat", {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}),
+        ("fast-dllm-v2-7b", {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}),
+        ("diffusiongemma-26b-a4b", {}),
+    ],
+)
+def test_full_size_tensors_are_transformers(data, name, changes):
+    """Names and shapes as transformers has them on the meta device, and no parameter more."""
+    raw = raw_config(data, name, **changes)
+    config = parse_config(raw)
+    family = family_of(config)
+    shapes = family.tensor_shapes(config)
+    model = on_meta(raw)
+    theirs = {key: tuple(tensor.shape) for key, tensor in model.state_dict().items()}
+    for file in file_names(shapes, joins=family.JOINS_EXPERTS):
+        rows = sum(shapes[source][-2] for source in file.sources) if len(file.sources) > 1 else None
+        shape = shapes[file.sources[0]]
+        assert theirs[file.name] == (shape if rows is None else (*shape[:-2], rows, shape[-1]))
+    named = [*model.named_parameters(), *((key, b) for key, b in model.named_buffers() if key.endswith("layer_scalar"))]
+    text = [tensor for key, tensor in named if "vision" not in key]
+    assert sum(tensor.numel() for tensor in text) == SIZES.get(name, (7_615_616_512,))[0]
 
 
 @pytest.mark.parametrize("name", SIZES)

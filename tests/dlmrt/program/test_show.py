@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 
 import pytest
 
-from dlmrt.models.config import ResidualConfig
+from dlmrt.models.config import ResidualConfig, load_config, parse_config
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
 from dlmrt.program.loop import LoopOptions, record_loop, record_types
 from dlmrt.program.show import show
 from dlmrt.testing import tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
+DATA = Path(__file__).parents[2] / "data"
 
 
 def listings():
@@ -28,7 +31,22 @@ def listings():
         "canvas.txt": record_canvas(config, Formats(), capacity=256, max_rows=8),
         "loop_threshold_residual.txt": record_loop(config, Formats(), greedy, capacity=256),
         "loop_entropy_bound_uniform_shift.txt": record_loop(uniform, Formats(), drawn, capacity=256),
+        "canvas_llada2.txt": record_canvas(two_layers_of_llada2(), Formats(), capacity=256, max_rows=8),
+        "canvas_diffusion_gemma.txt": record_canvas(two_layers_of_gemma(), Formats(), capacity=256, max_rows=16),
     }
+
+
+def two_layers_of_llada2():
+    """A dense layer and one with experts."""
+    given = json.loads((DATA / "llada2_tiny" / "config.json").read_text())
+    return parse_config(given | {"block_size": 8, "mask_token_id": 511, "num_hidden_layers": 2})
+
+
+def two_layers_of_gemma():
+    """A sliding layer and a full one."""
+    config = load_config(DATA / "dgemma_tiny")
+    assert config.sliding is not None
+    return dataclasses.replace(config, num_layers=2, sliding=dataclasses.replace(config.sliding, full_layers=(1,)))
 
 
 @pytest.mark.parametrize("name", sorted(listings()))

@@ -281,12 +281,12 @@ def test_shutdown_cuts_an_answer_that_outlives_the_grace_time(start):
     assert last == "[DONE]" and chunks[-1]["choices"][0]["finish_reason"] == "length"
 
 
-def test_a_long_silence_is_bridged_by_comments(start):
+def test_a_long_silence_is_bridged_by_empty_lines(start):
     gate = Gate()
     server = start(gate, keep_alive_s=0.05)
     connection = connect(server, {"messages": user("x"), "max_tokens": 3, "stream": True})
     data = b""
-    while data.count(b": working\n\n") < 2:
+    while data.count(b"2\r\n\n\n\r\n") < 2:  # chunks of two line breaks
         data += connection.recv(4096)
     gate.open()
     while b"[DONE]" not in data:
@@ -328,6 +328,13 @@ def test_pages_of_other_origins_may_call_only_when_allowed(start):
     assert "access-control-allow-origin" not in closed.request("OPTIONS", CHAT, headers=preflight)[1]
     status, headers, _ = opened.request("OPTIONS", CHAT, headers=preflight)
     assert (status, headers["access-control-allow-origin"]) == (200, "http://a.example")
+    for kind, status in (
+        ("text/plain", 415),
+        ("application/x-www-form-urlencoded", 415),
+        ("application/json; charset=utf-8", 200),
+    ):
+        headers = {"origin": "http://b.example", "content-type": kind}  # what needs no preflight is refused
+        assert closed.request("POST", CHAT, {"messages": user("x")}, headers)[0] == status
     stranger = {**preflight, "origin": "http://b.example"}
     assert "access-control-allow-origin" not in opened.request("OPTIONS", CHAT, headers=stranger)[1]
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from dlmrt.errors import UsageError
+from dlmrt.errors import CheckpointError, UsageError
 from dlmrt.serve.load import LoadConfig, load_engine
 from dlmrt.serve.load import _check_quantization as check_quantization
 
@@ -36,6 +36,11 @@ def test_other_generation_defaults(tmp_path):
     for source in (tmp_path, tmp_path / "generation_config.json"):
         settings = load_engine(dataclasses.replace(MODEL, generation_config=str(source))).settings()
         assert (settings.threshold, settings.max_tokens) == (0.5, 7)
+
+
+def test_an_adapter_is_read(tmp_path):
+    with pytest.raises(CheckpointError, match="is no adapter"):
+        load_engine(dataclasses.replace(MODEL, adapter=tmp_path))
 
 
 def test_a_format_can_be_confirmed_and_not_chosen():

@@ -100,6 +100,7 @@ def test_k50_a_server_from_its_first_line_to_sigterm(tiny_model, spawn):
         r"0 cached \+ \d+ new prompt tokens .* 20 completion tokens, \d+ forwards, .*, max_tokens$", requests[0]
     )
     assert requests[1].endswith("shutdown")
+    assert re.search(r"a request that says nothing else runs with commit_rule steps, .*max_tokens 20", stderr)  # K23
     assert "Traceback" not in stderr
 
 

@@ -93,8 +93,10 @@ std::unique_ptr<Op> prefill_chunk(const Fields& f) {
   return make([prompt = f.get<int32_t>("prompt"), context = f.get<int32_t>("context"),
                num_prefill = f.get<int32_t>("num_prefill"), rows = f.get<int32_t>("chunk_rows"),
                ids = f.get<int32_t>("ids"), positions = f.get<int32_t>("positions"),
-               visible = f.get<int32_t>("visible"), chunk = f.integer("chunk"), block = f.integer("block")] {
-    const int64_t grid = grid_of(*num_prefill, block), size = *context == 0 && grid ? chunk - block + grid : chunk;
+               visible = f.get<int32_t>("visible"), chunk = f.integer("chunk"), block = f.integer("block"),
+               align = f.integer("align")] {
+    const int64_t first = *num_prefill % align, size = *context == 0 && first ? chunk - align + first : chunk;
+    const int64_t grid = grid_of(*num_prefill, block);
     *rows = static_cast<int32_t>(std::min<int64_t>(size, *num_prefill - *context));
     for (int32_t i = 0; i < *rows; i++) {
       ids[i] = prompt[*context + i];

@@ -8,9 +8,6 @@
 namespace dlmrt::cpu {
 namespace {
 
-// Panels a worker takes at a time: whole register tiles (three panels wide, four for a few rows).
-int64_t panel_grain(int64_t rows) { return rows > 4 ? 3 : 4; }
-
 Operand operand(const Fields& f, int64_t width) {
   return {f.dtype("operand"), 0, width, f.get<void>("cells"), f.find<float>("scales")};
 }
@@ -72,7 +69,8 @@ class Linear : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(num_panels(args_.weight.n), panel_grain(args_.rows),
+    // Equal numbers of panels: whole register tiles for each worker would leave one of them a tile more.
+    c.pool.split(num_panels(args_.weight.n), 1,
                  [&](Range r, int worker) { c.kernels.linear(args_, r, c.worker_scratch(worker)); });
   }
   int64_t worker_bytes() const override { return weight_scratch_bytes(args_.weight); }
@@ -115,6 +113,31 @@ class Scale : public Op {
  private:
   Count rows_;
   ScaleArgs args_;
+};
+
+// Three runs of columns side by side, each with its own bias.
+class AddBias : public Op {
+ public:
+  explicit AddBias(const Fields& f)
+      : rows_(f),
+        x_(f.get<float>("x")),
+        bias_{f.get<float>("bq"), f.get<float>("bk"), f.get<float>("bv")},
+        width_{f.integer("width_bq"), f.integer("width_bk"), f.integer("width_bv")} {}
+  void run(const Context& c) override {
+    c.pool.split(rows_(), kRowGroup, [&](Range r, int) {
+      for (int64_t m = r.begin; m < r.end; m++) {
+        float* x = x_ + m * (width_[0] + width_[1] + width_[2]);
+        for (int part = 0; part < 3; x += width_[part++])
+          for (int64_t n = 0; n < width_[part]; n++) x[n] += bias_[part][n];
+      }
+    });
+  }
+
+ private:
+  Count rows_;
+  float* x_;
+  const float* bias_[3];
+  int64_t width_[3];
 };
 
 class SoftCap : public Op {
@@ -171,8 +194,8 @@ class QkNormRopeStore : public Op {
     const int32_t kv = args_.is_v_from_k ? 1 : 2;
     args_.ld = (args_.num_heads + kv * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
     args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim"));
-    args_.q_norm = f.get<float>("q_norm");
-    args_.k_norm = f.get<float>("k_norm");
+    args_.q_norm = f.find<float>("q_norm");
+    args_.k_norm = f.find<float>("k_norm");
     args_.eps = static_cast<float>(f.number("eps"));
     args_.cos = f.get<float>("cos");
     args_.sin = f.get<float>("sin");
@@ -307,6 +330,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "quantize_rows") return std::make_unique<QuantizeRows>(f);
   if (f.op == "linear") return std::make_unique<Linear>(f);
   if (f.op == "silu_mul" || f.op == "gelu_mul") return std::make_unique<GatedProduct>(f);
+  if (f.op == "add_bias") return std::make_unique<AddBias>(f);
   if (f.op == "scale") return std::make_unique<Scale>(f);
   if (f.op == "soft_cap") return std::make_unique<SoftCap>(f);
   if (f.op == "window_start") return std::make_unique<WindowStart>(f);

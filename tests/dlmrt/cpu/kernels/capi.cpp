@@ -113,8 +113,8 @@ EXPORT void dlmrt_route_softmax(const char*, const RouteSoftmaxArgs* t, int thre
   spread(threads, t->rows, route_scratch_bytes(t->experts, 1), [&](Range r, void* s) { route_softmax(*t, r, s); });
 }
 EXPORT void dlmrt_group_choices(const char*, const GroupArgs* t, int) { group_choices(*t); }
-EXPORT void dlmrt_gather_rows(const char*, const GatherArgs* t, int threads) {
-  spread(threads, t->choices, 0, [&](Range r, void*) { gather_rows(*t, r); });
+EXPORT void dlmrt_gather_rows(const GatherArgs* t, int64_t rows, int threads) {
+  spread(threads, rows * t->choices, 0, [&](Range r, void*) { gather_rows(*t, r); });
 }
 EXPORT int64_t dlmrt_expert_rows(int64_t choices, int64_t experts) { return expert_rows(choices, experts); }
 EXPORT void dlmrt_attention(const char* isa, const AttentionArgs* t, int threads) {

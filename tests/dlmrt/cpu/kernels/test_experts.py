@@ -21,9 +21,9 @@ from native import (
     ExpertLinearArgs,
     GatherArgs,
     GroupArgs,
-    Rows,
     RouteSigmoidArgs,
     RouteSoftmaxArgs,
+    Rows,
     Source,
     Weight,
     aligned,
@@ -160,9 +160,8 @@ def stacked(dtype: int, sources: list[Source], n: int, k: int) -> Stack:
 def grouped(chosen: Array, experts: int) -> tuple[Array, Array]:
     """The runs as int32 [2 + 3 E] and places [M, T]."""
     runs, place = np.zeros(2 + 3 * experts, np.int32), np.zeros_like(chosen)
-    call(
-        "group_choices", "", GroupArgs(ptr(chosen), *chosen.shape[:1], experts, chosen.shape[1], ptr(runs), ptr(place))
-    )
+    args = GroupArgs(ptr(chosen), len(chosen), experts, chosen.shape[1], ptr(runs), ptr(place))
+    call("group_choices", "", args)
     return runs, place
 
 
@@ -175,8 +174,7 @@ def product(isa: str, stack: Stack, x: Array, chosen: Array, weights: Array, thr
     assert runs[1] <= most
     copies, out = Rows(dtype, most, x.shape[1]), np.full((most, stack.weight.n), np.nan, np.float32)
     gather = GatherArgs(rows.operand, copies.operand, choices, ptr(place))
-    for _ in range(1):
-        library().dlmrt_gather_all(C.byref(gather), C.c_int64(m), threads)
+    library().dlmrt_gather_rows(C.byref(gather), C.c_int64(m), threads)
     call(
         "expert_linear", isa,
         ExpertLinearArgs(
@@ -223,11 +221,8 @@ def test_experts_are_products_like_any_other(isa: str, dtype: int, n: int, k: in
 
 def test_only_experts_that_were_hit_are_read(isa: str, rng: np.random.Generator) -> None:
     stack = draw(F32, rng, 5, 32, 32)
-    x, chosen, weights = (
-        rng.standard_normal((6, 32), dtype=np.float32),
-        np.array([[1, 3]] * 6, np.int32),
-        np.ones((6, 2), np.float32),
-    )
+    x, weights = rng.standard_normal((6, 32), dtype=np.float32), np.ones((6, 2), np.float32)
+    chosen = np.array([[1, 3]] * 6, np.int32)
     good = product(isa, stack, x, chosen, weights)
     size = stack.panel_stride
     for expert in (0, 2, 4):

@@ -34,6 +34,7 @@ constexpr int kPanel = 16;            // output columns that share a panel; also
 constexpr int kRowGroup = 8;          // rows that share an operand group
 constexpr int kCellBytes = 4;         // bytes of one row in one step: 4 int8, 2 bf16 or 1 fp32 values of k
 constexpr int kStepBytes = 64;        // bytes of one panel in one step
+constexpr int kBlockRows = 32;        // rows that meet a panel of 4-bit weights together
 constexpr int kHeadTile = 128;        // vocabulary entries of one head tile
 constexpr int kMaxTop = 8;            // ids per row that the head can list
 constexpr int kMaxHeadDim = 512;      // widest attention head
@@ -101,10 +102,10 @@ struct LinearArgs {
   int64_t ld_out;      // elements between rows of out, >= N
   int32_t accumulate;  // 1: add to out
 };
-// Scratch of one worker: a 4-bit panel is unpacked once when many rows share it.
+// Scratch of one worker: kBlockRows rows in the form that 4-bit weights are multiplied with, and a number per row and block.
 constexpr int64_t weight_scratch_bytes(const Weight& w) {
   return w.dtype == DType::kNVFP4 || w.dtype == DType::kInt4
-             ? padded_k(w.dtype, w.group, w.k) * kPanel + padded_k(w.dtype, w.group, w.k) / w.group * kPanel * 8
+             ? kBlockRows * (padded_width(w.k) + ceil_div(padded_width(w.k), w.group) * int64_t{sizeof(int32_t)})
              : 0;
 }
 

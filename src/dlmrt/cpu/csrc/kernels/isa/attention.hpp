@@ -18,10 +18,11 @@ struct AttentionTile {
   const uint8_t* q;  // operand group of the tile
   int rows;
   int64_t visible[kRowGroup], begins[kRowGroup];  // a row sees [begins, visible)
-  float* scores;     // [8][chunk]
+  float* scores;     // [8][stride], then probabilities
   uint8_t* weights;  // operand group of probabilities, chunk wide
   float* sums;       // [8][H padded]
   float top[kRowGroup], total[kRowGroup];
+  int64_t stride;  // between rows of scores: no more than needed, as rows a power of two apart share cache sets
 
   static constexpr DType kType = kSame<D, DotF32> ? DType::kF32 : DType::kBF16;
   static constexpr int64_t kCell = values_per_cell(kType);
@@ -30,16 +31,16 @@ struct AttentionTile {
   // scores of positions [from, from + 16 NV) of one page
   template <int MR, int NV>
   void score_panels(int r, const uint8_t* keys, float* out) const {
-    const int64_t steps = width() / kCell, stride = steps * kStepBytes;
+    const int64_t steps = width() / kCell, panel = steps * kStepBytes;
     typename D::Acc acc[MR][NV];
     clear<D>(acc);
     multiply<D>(q + r * kCellBytes, steps, acc, [=](int j, int64_t s) {
-      const uint8_t* p = keys + j * stride + s * kStepBytes;
-      prefetch(p + NV * stride);  // each panel begins a page of memory, where no hardware looks ahead
+      const uint8_t* p = keys + j * panel + s * kStepBytes;
+      prefetch(p + NV * panel);  // each panel begins a page of memory, where no hardware looks ahead
       return D::load_b(p);
     });
     for (int i = 0; i < MR; i++)
-      for (int j = 0; j < NV; j++) store(out + (r + i) * t.chunk + j * kPanel, acc[i][j]);
+      for (int j = 0; j < NV; j++) store(out + (r + i) * stride + j * kPanel, acc[i][j]);
   }
   // ... of positions [from, end) of the chunk at `begin`; `from` begins a panel
   void score(int64_t begin, int64_t from, int64_t end) const {
@@ -56,19 +57,21 @@ struct AttentionTile {
     }
   }
 
-  // Probabilities of row i over scores [from, count) of the chunk, zeros from `lead` on before them; rescales what
-  // earlier chunks left.
-  void softmax(int i, int64_t lead, int64_t from, int64_t count, bool first) {
-    float* s = scores + i * t.chunk;
-    const int64_t head = from / 16 * 16, whole = count / 16 * 16;
-    const int tail = static_cast<int>(count - whole);
-    const unsigned unseen = (1u << (from - head)) - 1;  // lanes of the vector at `head`
-    const auto seen = [=](int64_t k, F32 v, float fill) { return k == head ? select(unseen, splat(fill), v) : v; };
-    F32 m = splat(-__builtin_inff());
-    for (int64_t k = head; k < whole; k += 16) m = max(m, seen(k, load(s + k), -__builtin_inff()));
-    if (tail) m = max(m, seen(whole, keep_first(load(s + whole), tail, -__builtin_inff()), -__builtin_inff()));
-    const float chunk_top = reduce_max(m), new_top = first || chunk_top > top[i] ? chunk_top : top[i];
-    if (!first) {
+  // Scores [from, count) of row i become probabilities, zeros from `lead` on before them; rescales what earlier chunks
+  // left.
+  void softmax(int i, int64_t lead, int64_t from, int64_t count, bool is_first) {
+    float* s = scores + i * stride;
+    const int64_t begin = from / 16 * 16, last = (count - 1) / 16 * 16;
+    const unsigned unseen = (1u << (from - begin)) - 1;  // lanes of the vector at `begin`
+    const auto seen = [&](int64_t k, F32 v, float fill) {
+      v = keep_first(v, tail16(count - k), fill);
+      return k == begin ? select(unseen, splat(fill), v) : v;
+    };
+    F32 m = seen(begin, load(s + begin), -__builtin_inff());
+    for (int64_t k = begin + 16; k < last; k += 16) m = max(m, load(s + k));
+    m = max(m, seen(last, load(s + last), -__builtin_inff()));
+    const float chunk_top = reduce_max(m), new_top = is_first || chunk_top > top[i] ? chunk_top : top[i];
+    if (!is_first) {
       const F32 f = exp(splat(top[i] - new_top));
       alignas(64) float factor[16];
       store(factor, f);
@@ -76,45 +79,41 @@ struct AttentionTile {
       for (int64_t k = 0; k < width(); k += 16) store(sums + i * width() + k, mul(load(sums + i * width() + k), f));
     }
     top[i] = new_top;
-    const CellWriter out{weights + i * kCellBytes, kType, splat(1.f)};
     const F32 shift = splat(new_top);
     F32 sum = splat(0.f);
-    for (int64_t k = lead; k < head; k += 16) out.write(k, splat(0.f));
-    for (int64_t k = head; k < whole; k += 16) {
-      const F32 e = seen(k, exp(sub(load(s + k), shift)), 0.f);
+    const auto put = [&](int64_t k, F32 e) {
       sum = add(sum, e);
-      out.write(k, e);
-    }
-    if (tail) {
-      const F32 e = seen(whole, keep_first(exp(sub(load(s + whole), shift)), tail, 0.f), 0.f);
-      sum = add(sum, e);
-      out.write(whole, e);
-    }
+      store(s + k, e);
+    };
+    for (int64_t k = lead; k < begin; k += 16) store(s + k, splat(0.f));
+    put(begin, seen(begin, exp(sub(load(s + begin), shift)), 0.f));
+    for (int64_t k = begin + 16; k < last; k += 16) put(k, exp(sub(load(s + k), shift)));
+    if (last > begin) put(last, seen(last, exp(sub(load(s + last), shift)), 0.f));
     total[i] += reduce_add(sum);
   }
 
   // sums of rows [r, r + MR) += probabilities times values over positions [from, to) of the chunk at `begin`
   template <int MR, int NV>
   void weigh_panels(int r, int64_t panel, int64_t begin, int64_t from, int64_t to) const {
-    const int64_t page = t.cache.page_size, stride = page / kCell * kStepBytes;
+    const int64_t page = t.cache.page_size, column = page / kCell * kStepBytes;  // of one panel
     typename D::Acc acc[MR][NV];
     float* out = sums + r * width() + panel * kPanel;
     for (int i = 0; i < MR; i++)
       for (int j = 0; j < NV; j++) acc[i][j] = load(out + i * width() + j * kPanel);
     for (int64_t p = from; p < to;) {
       const int64_t slot = (begin + p) % page, left = page - slot < to - p ? page - slot : to - p;
-      const uint8_t* b = kv_plane(t.cache, begin + p, head, true) + panel * stride + slot / kCell * kStepBytes;
+      const uint8_t* b = kv_plane(t.cache, begin + p, head, true) + panel * column + slot / kCell * kStepBytes;
       const uint8_t* a = weights + p / kCell * (kRowGroup * kCellBytes) + r * kCellBytes;
       const int64_t steps = left / kCell;
       multiply<D>(a, steps, acc, [=](int j, int64_t s) {
-        const uint8_t* q = b + j * stride + s * kStepBytes;
-        prefetch(q + NV * stride);
-        return D::load_b(q);
+        const uint8_t* v = b + j * column + s * kStepBytes;
+        prefetch(v + NV * column);
+        return D::load_b(v);
       });
       if constexpr (kCell == 2)
         if (left % 2)
           multiply<D>(a + steps * (kRowGroup * kCellBytes), 1, acc,
-                      [=](int j, int64_t) { return D::even_only(D::load_b(b + j * stride + steps * kStepBytes)); });
+                      [=](int j, int64_t) { return D::even_only(D::load_b(b + j * column + steps * kStepBytes)); });
       p += left;
     }
     for (int i = 0; i < MR; i++)
@@ -140,6 +139,7 @@ struct AttentionTile {
       total[i] = 0.f;
       for (int64_t k = 0; k < width(); k += 16) store(sums + i * width() + k, splat(0.f));
     }
+    stride = longest < t.chunk ? round_up(longest, kPanel) : t.chunk;
     for (int64_t begin = earliest / t.chunk * t.chunk; begin < longest; begin += t.chunk) {
       const int64_t end = longest - begin < t.chunk ? longest : begin + t.chunk;
       const int64_t lead = earliest > begin ? (earliest - begin) / kPanel * kPanel : 0;  // seen by no row
@@ -158,6 +158,7 @@ struct AttentionTile {
         softmax(i, lead, from[i], count[i], !is_started[i]);
         is_started[i] = true;
       }
+      for (int64_t k = lead; k < most; k += 16) write_group(weights, kType, k, scores + k, stride, rows);
       const int64_t common = fewest == most ? most : fewest / kCell * kCell, shared = common > lead ? common : lead;
       weigh(0, rows, begin, lead, shared);
       for (int i = 0; i < rows; i++) weigh(i, 1, begin, shared, count[i]);
@@ -186,7 +187,8 @@ void attend(const AttentionArgs& t, Range units, void* scratch) {
                           weights,
                           sums,
                           {},
-                          {}};
+                          {},
+                          0};
     for (int i = 0; i < tile.rows; i++) {
       tile.visible[i] = t.visible[(row + i) / group];
       tile.begins[i] = t.first ? t.first[(row + i) / group] : 0;

@@ -33,6 +33,15 @@ struct HeadTile {
   int64_t width() const { return t.weight.n - first_id() < kHeadTile ? t.weight.n - first_id() : kHeadTile; }
   int64_t cell(int64_t m) const { return tile * t.partials.row_stride + m; }
 
+  bool has_banned() const {
+    for (int64_t word = 0; t.banned && word < ceil_div(width(), 32); word++)
+      if (t.banned[first_id() / 32 + word]) return true;
+    return false;
+  }
+  // Whether logits are what the product gave.
+  bool is_plain() const {
+    return t.softcap <= 0 && (!t.temperature || *t.temperature == 1.f) && width() == kHeadTile && !has_banned();
+  }
   // soft cap, temperature, banned ids; lanes past the vocabulary read as banned
   void transform(float* x) const {
     const F32 cap = splat(t.softcap), inverse_cap = splat(t.softcap > 0 ? 1.f / t.softcap : 0.f);
@@ -129,14 +138,14 @@ void head_stats(const HeadArgs& t, Range tiles, void* scratch) {
   for (int64_t m = 0; m < t.rows; m++) reach[m] = -__builtin_inff();
   const LinearArgs product{t.weight, t.input, t.rows, nullptr, kHeadTile, 0};
   const int64_t panels = num_panels(t.weight.n), per_tile = kHeadTile / kPanel;
-  const bool plain = t.softcap <= 0 && !t.temperature && !t.banned;
   for (int64_t i = tiles.begin; i < tiles.end; i++) {
     const HeadTile tile{t, i, logits};
     const int64_t end = (i + 1) * per_tile < panels ? (i + 1) * per_tile : panels;
     multiply_panels(product, {i * per_tile, end}, logits, rest);
+    const bool is_plain = tile.is_plain();
     for (int64_t m = 0; m < t.rows; m++) {
       float* x = logits + m * kHeadTile;
-      if (!plain || tile.width() < kHeadTile) tile.transform(x);
+      if (!is_plain) tile.transform(x);
       if (t.logits)
         __builtin_memcpy(t.logits + m * t.ld_logits + tile.first_id(), x,
                          static_cast<size_t>(tile.width()) * sizeof(float));

@@ -122,6 +122,21 @@ inline uint8_t* operand_row(void* cells, DType t, int64_t width, int64_t row) {
   return static_cast<uint8_t*>(cells) +
          (row / kRowGroup * steps_of(t, width) * kRowGroup + row % kRowGroup) * kCellBytes;
 }
+// Sixteen values k .. k + 15 of `rows` rows that lie `stride` apart, as cells of one operand group (kF32, kBF16). Rows up
+// to kRowGroup are read, but what they hold need not be a number.
+inline void write_group(uint8_t* cells, DType dtype, int64_t k, const float* x, int64_t stride, int rows) {
+#ifdef DLMRT_AVX512BF16
+  if (dtype == DType::kBF16 && rows > 2) {
+    __m256i pairs[kRowGroup];  // row by row, eight steps each
+    for (int i = 0; i < kRowGroup; i++) pairs[i] = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(load(x + i * stride)));
+    transpose8(pairs);
+    for (int s = 0; s < 8; s++)
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(cells + (k / 2 + s) * (kRowGroup * kCellBytes)), pairs[s]);
+    return;
+  }
+#endif
+  for (int i = 0; i < rows; i++) CellWriter{cells + i * kCellBytes, dtype, splat(1.f)}.write(k, load(x + i * stride));
+}
 inline CellWriter writer(const Operand& o, int64_t row) {
   return {operand_row(o.cells, o.dtype, o.width, row), o.dtype, splat(1.f)};
 }

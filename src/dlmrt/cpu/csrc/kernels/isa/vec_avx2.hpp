@@ -209,7 +209,7 @@ struct DotI8 {
 struct Nibbles {
   using B = I32;
   __m256i table;
-  explicit Nibbles(const int8_t* values)
+  explicit Nibbles(const uint8_t* values)
       : table(_mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
   void decode(const uint8_t* p, B& low, B& high) const {
     const __m256i mask = _mm256_set1_epi8(15), v0 = load256(p), v1 = load256(p + 32);
@@ -219,24 +219,25 @@ struct Nibbles {
             _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(v1, 4), mask))};
   }
 };
-// u8 activations times 4-bit values cannot saturate vpmaddubsw: 16 k add up in int16 lanes (8 * 255 * 12 < 32,768).
+// s8 activations times 4-bit values cannot saturate vpmaddubsw: 16 k add up in int16 lanes (8 * 127 * 24 < 32,768).
 struct DotNibble {
-  static constexpr bool kOffset = true;
-  using A = __m256i;
   using B = I32;
   using Partial = I32;
-  static A load_a(const uint8_t* p) { return splat_cell(p); }
-  static B load_b(const uint8_t* p) { return {load256(p), load256(p + 32)}; }
-  static void store_b(uint8_t* p, B b) { store256(p, b.lo), store256(p + 32, b.hi); }
 #ifdef DLMRT_AVXVNNI
   static Partial begin(I32 sum) { return sum; }
-  static Partial dot(Partial acc, A a, B b) { return DotI8::dot(acc, a, b); }
+  static Partial dot(Partial acc, const uint8_t* cell, B b) {  // see vec_avx512.hpp for why this is not the intrinsic
+    const __m256i a = splat_cell(cell);
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.lo) : "x"(b.lo), "x"(a));
+    asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(acc.hi) : "x"(b.hi), "x"(a));
+    return acc;
+  }
   static I32 end(I32, Partial p) { return p; }
 #else
   static Partial begin(I32) { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-  static Partial dot(Partial acc, A a, B b) {
-    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(a, b.lo)),
-            _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(a, b.hi))};
+  static Partial dot(Partial acc, const uint8_t* cell, B b) {
+    const __m256i a = splat_cell(cell);
+    return {_mm256_add_epi16(acc.lo, _mm256_maddubs_epi16(b.lo, a)),
+            _mm256_add_epi16(acc.hi, _mm256_maddubs_epi16(b.hi, a))};
   }
   static I32 end(I32 sum, Partial p) {
     const __m256i one = _mm256_set1_epi16(1);

@@ -128,11 +128,11 @@ struct DotI8 {
   }
 };
 
-// Nibbles of eight k by 16 columns -> two vectors of s8 by a table of 16 values.
+// Nibbles of eight k by 16 columns -> two vectors of u8 by a table of 16 values below 128.
 struct Nibbles {
   using B = __m512i;
   __m512i table;
-  explicit Nibbles(const int8_t* values)
+  explicit Nibbles(const uint8_t* values)
       : table(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(values)))) {}
   void decode(const uint8_t* p, B& low, B& high) const {
     const __m512i mask = _mm512_set1_epi8(15), v = _mm512_loadu_si512(p);
@@ -140,15 +140,39 @@ struct Nibbles {
     high = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(v, 4), mask));
   }
 };
-// Products with decoded nibbles; a Partial takes 16 k between begin and end.
-struct DotNibble : DotI8 {
+// Products of decoded nibbles with a signed cell; a Partial takes 16 k between begin and end.
+struct DotNibble {
+  using B = Nibbles::B;
   using Partial = I32;
   static Partial begin(I32 sum) { return sum; }
-  static void store_b(uint8_t* p, B b) { _mm512_storeu_si512(p, b); }
+  static Partial dot(Partial acc, const uint8_t* cell, B b) {  // see DotI8 for why this is not the intrinsic
+    asm("vpdpbusd %2%{1to16%}, %1, %0"
+        : "+v"(acc)
+        : "v"(b), "m"(*reinterpret_cast<const uint8_t(*)[kCellBytes]>(cell)));
+    return acc;
+  }
   static I32 end(I32, Partial p) { return p; }
 };
 
 #ifdef DLMRT_AVX512BF16
+inline void transpose8(__m256i (&v)[8]) {  // 8 x 8 of 32 bits
+  __m256i w[8];
+  for (int i = 0; i < 8; i += 2) {
+    w[i] = _mm256_unpacklo_epi32(v[i], v[i + 1]);
+    w[i + 1] = _mm256_unpackhi_epi32(v[i], v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; j++) {
+      v[i + 2 * j] = _mm256_unpacklo_epi64(w[i + j], w[i + j + 2]);
+      v[i + 2 * j + 1] = _mm256_unpackhi_epi64(w[i + j], w[i + j + 2]);
+    }
+  for (int i = 0; i < 4; i++) {
+    w[i] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x20);
+    w[i + 4] = _mm256_permute2x128_si256(v[i], v[i + 4], 0x31);
+  }
+  for (int i = 0; i < 8; i++) v[i] = w[i];
+}
+
 struct DotBF16 {
   using Acc = F32;
   using A = __m512bh;

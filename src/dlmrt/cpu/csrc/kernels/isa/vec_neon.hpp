@@ -197,7 +197,7 @@ struct DotI8 {
 struct Nibbles {
   using B = DotI8::B;
   int8x16_t table;
-  explicit Nibbles(const int8_t* values) : table(vld1q_s8(values)) {}
+  explicit Nibbles(const uint8_t* values) : table(vreinterpretq_s8_u8(vld1q_u8(values))) {}
   void decode(const uint8_t* p, B& low, B& high) const {
     DLMRT_QUADS {
       const uint8x16_t x = vld1q_u8(p + 16 * q);
@@ -206,10 +206,15 @@ struct Nibbles {
     }
   }
 };
-struct DotNibble : DotI8 {
+struct DotNibble {
+  using B = Nibbles::B;
   using Partial = I32;
   static Partial begin(I32 sum) { return sum; }
-  static void store_b(uint8_t* p, const B& b) { DLMRT_QUADS vst1q_s8(reinterpret_cast<int8_t*>(p) + 16 * q, b.v[q]); }
+  static Partial dot(Partial acc, const uint8_t* cell, const B& b) {
+    uint32_t four;
+    __builtin_memcpy(&four, cell, 4);
+    return DotI8::dot(acc, vreinterpretq_s8_u32(vdupq_n_u32(four)), b);
+  }
   static I32 end(I32, Partial p) { return p; }
 };
 

@@ -213,18 +213,21 @@ struct DotI8 {
 
 struct Nibbles {
   using B = DotI8::B;
-  int8_t table[16];
-  explicit Nibbles(const int8_t* values) { DLMRT_LANES table[i] = values[i]; }
+  uint8_t table[16];
+  explicit Nibbles(const uint8_t* values) { DLMRT_LANES table[i] = values[i]; }
   void decode(const uint8_t* p, B& low, B& high) const {
     for (int j = 0; j < 4; j++)
       DLMRT_LANES low.k[j][i] = table[p[i * 4 + j] & 15], high.k[j][i] = table[p[i * 4 + j] >> 4];
   }
 };
-struct DotNibble : DotI8 {
+struct DotNibble {
+  using B = Nibbles::B;
   using Partial = I32;
   static Partial begin(I32 sum) { return sum; }
-  static void store_b(uint8_t* p, const B& b) {
-    for (int j = 0; j < 4; j++) DLMRT_LANES p[i * 4 + j] = static_cast<uint8_t>(b.k[j][i]);
+  static Partial dot(Partial acc, const uint8_t* cell, const B& b) {
+    DotI8::A a;
+    for (int j = 0; j < 4; j++) a.k[j] = static_cast<int8_t>(cell[j]);
+    return DotI8::dot(acc, a, b);
   }
   static I32 end(I32, Partial p) { return p; }
 };

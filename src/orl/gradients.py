@@ -1,0 +1,122 @@
+"""One update's gradients: every kept state replayed once, micro-batch by micro-batch, and what the replay says.
+
+Weights of states are counted over the whole update first, so neither micro-batches nor ranks that share them can change
+the loss. Several processes deal responses by cost (`orl.cost`) and run equally many micro-batches; one that has fewer
+repeats a state with weight 0. The start model sees the same canvas and the same residual.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dlmrt.models.config import ModelConfig
+from orl.cost import CostModel, deal
+from orl.losses import StateLosses, log_probs, state_losses
+from orl.packing import Share
+from orl.ranks import Ranks
+from orl.replay import ReplayBatch, ReplayResponse, packed_logits, residual_ratio, state_weights
+from orl.shard import run_with
+from orl.train_recipe import TrainRecipe
+
+
+def accumulate_gradients(
+    params: Mapping[str, Tensor], reference: Mapping[str, Tensor], config: ModelConfig,
+    responses: Sequence[ReplayResponse], recipe: TrainRecipe, *, banned: Tensor, ranks: Ranks | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Add the gradients of all states of `responses` to `params`; figures for the line of metrics.
+
+    Args:
+        reference: parameters of the start model.
+        responses: of the whole update, on every process.
+        banned: bool [V], ids that may not be predicted.
+    """
+    ranks = ranks or Ranks()
+    weights = state_weights(responses, recipe.states.norm)
+    log_num_ids = math.log(int((~banned).sum()))
+    sums = dict.fromkeys(("loss", "ce", "aec", "kl"), 0.0)
+    gaps, num_rows = [], 0
+    bins = _micro_batches(responses, config, recipe.optim.rows_per_micro, ranks)
+    for shares in bins:
+        is_own = bool(shares)
+        batch = ReplayBatch(
+            responses,
+            weights,
+            shares or [Share(response=0, states=(0,))],
+            config,
+            device=ranks.device,
+            attention=recipe.run.attention,
+        )
+        if not is_own:
+            batch.weight_S.zero_()
+        losses = _micro_batch(params, reference, batch, recipe, banned=banned, always_residual=ranks.size > 1)
+        torch.autograd.backward(losses.loss)
+        if is_own:
+            sums["loss"] += float(losses.loss.detach())
+            for name, value in losses.sums(batch.weight_S).items():
+                sums[name] += value
+            gaps.append(losses.recorded_gap(batch, log_num_ids))
+            num_rows += batch.num_rows
+    parts = ranks.gathered((sums, gaps, num_rows))
+    sums = {name: sum(part[name] for part, _, _ in parts) for name in sums}
+    known = [gap for _, part, _ in parts for gap in part if not math.isnan(gap)]
+    states = [state for r in responses for state in r.states]
+    return {
+        **sums,
+        # Size of the contraction's gradient on an entropy in nats, against 1 for cross-entropy.
+        "aec_strength": 2 * recipe.loss.aec_weight * math.sqrt(max(0.0, sums["aec"])) / log_num_ids,
+        "recorded_entropy_gap": float(np.mean(known)) if known else None,
+        "residual_ratio": run_with(params, lambda p: residual_ratio(p, states, config)),
+        "num_states": len(states),
+        "num_rows": sum(rows for _, _, rows in parts),
+        "num_micro": len(bins),
+    }
+
+
+def _micro_batches(
+    responses: Sequence[ReplayResponse], config: ModelConfig, budget: int, ranks: Ranks
+) -> list[list[Share]]:
+    """This process's micro-batches."""
+    assert config.diffusion is not None
+    cost = CostModel.of(config)
+    return deal(
+        [cost.response(len(r.clean_S), [state.start for state in r.states]) for r in responses],
+        [len(r.clean_S) for r in responses], [len(r.states) for r in responses],
+        canvas_length=config.diffusion.canvas_length, budget=budget, num_ranks=ranks.size,
+    )[ranks.rank]  # fmt: skip
+
+
+def _micro_batch(
+    params: Mapping[str, Tensor], reference: Mapping[str, Tensor], batch: ReplayBatch, recipe: TrainRecipe,
+    *, banned: Tensor, always_residual: bool,
+) -> StateLosses:  # fmt: skip
+    """Losses of one micro-batch under the weights being trained, anchored to the start model."""
+
+    def logits_of(params: Mapping[str, Tensor]) -> Tensor:
+        return packed_logits(params, batch, always_residual=always_residual)
+
+    def losses_of(params: Mapping[str, Tensor]) -> StateLosses:
+        return state_losses(logits_of(params), batch, recipe.loss, banned=banned, reference_RV=reference_RV)
+
+    with torch.autocast(torch.device(batch.device).type, dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+        reference_RV = None
+        if recipe.loss.kl_weight:
+            with torch.no_grad():
+                reference_RV = run_with(reference, lambda p: log_probs(logits_of(p), banned))
+        return run_with(params, losses_of)
+
+
+def why_unusable(loss: float, norms: Mapping[str, float]) -> str | None:
+    """Why an update's gradient cannot be used, None if it can."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if not all(map(math.isfinite, norms.values())):
+        return "the gradient is not finite"
+    return None

@@ -1,0 +1,230 @@
+"""Staircase kernels against the dense mask: intervals, tiles, FlexAttention, Triton (interpreted, and compiled)."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dlmrt.eager.executor import canvas_visible, context_visible
+from dlmrt.models.config import DiffusionConfig
+from dlmrt.ops.eager import scaled_dot_product
+from orl.attention import Canvases, StaircaseAttention, staircase
+from orl.kernels.flex import FlexStaircase
+from orl.kernels.intervals import Intervals, Tiles
+from orl.packing import CLEAN
+
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton==3.6.0)"
+)
+
+
+def diffusion(*, length: int = 4, context: str = "causal", in_block: str = "bidirectional") -> DiffusionConfig:
+    return DiffusionConfig(
+        canvas_length=length, noise="mask", mask_token_id=3, context_attention=context, in_block_attention=in_block,
+        block_anchor="position_zero",
+    )  # fmt: skip
+
+
+def layout_of(responses: Sequence[tuple[int, Sequence[tuple[int, int]]]], *, length: int, grid: int = 0) -> list:
+    """Layout of responses given as (clean rows, [(start of canvas, copies)])."""
+    found, row = [], 0
+    for num_clean, groups in responses:
+        first, canvases = row + num_clean, []
+        for start, count in groups:
+            canvases.append(Canvases(start=start, first_row=first, count=count))
+            first += count * length
+        found.append((row, num_clean, grid, tuple(canvases)))
+        row = first
+    return found
+
+
+RAGGED = [(7, [(3, 2), (7, 1)]), (0, [(0, 1)]), (18, [(2, 1), (6, 3), (18, 2)])]
+
+
+def mask_of(layout: list, config: DiffusionConfig) -> torch.Tensor:
+    """The dense staircase of `orl.attention`, from its own description of rows."""
+    segment, copy, positions, starts = [], [], [], []
+    for number, (_, num_clean, _, canvases) in enumerate(layout):
+        rows = [(CLEAN, p, 0) for p in range(num_clean)]
+        state = 0
+        for group in canvases:
+            for _ in range(group.count):
+                rows += [(state, group.start + i, group.start) for i in range(config.canvas_length)]
+                state += 1
+        segment += [number] * len(rows)
+        copy += [row[0] for row in rows]
+        positions += [row[1] for row in rows]
+        starts += [row[2] for row in rows]
+    return staircase(*map(torch.tensor, (segment, copy, positions, starts)), config)
+
+
+@pytest.mark.parametrize(
+    ("context", "in_block"), [("causal", "bidirectional"), ("block_causal", "bidirectional"), ("causal", "causal")]
+)
+def test_intervals_are_the_dense_staircase(context: str, in_block: str):
+    config = diffusion(context=context, in_block=in_block)
+    layout = layout_of(RAGGED, length=4)
+    assert np.array_equal(Intervals.of(layout, config).dense(), mask_of(layout, config).numpy())
+
+
+def test_a_window_hides_what_is_behind_it_and_nothing_of_the_canvas():
+    layout = layout_of([(9, [(3, 1), (9, 1)])], length=4)
+    seen = Intervals.of(layout, diffusion(), window=3).dense()
+    assert [np.flatnonzero(row).tolist() for row in seen[:4]] == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
+    assert np.flatnonzero(seen[9]).tolist() == [1, 2, 9, 10, 11, 12]
+    assert np.flatnonzero(seen[16]).tolist() == [7, 8, 13, 14, 15, 16]
+
+
+@pytest.mark.parametrize("context", ["causal", "block_causal"])
+@pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_intervals_are_what_the_eager_executor_shows(context: str, in_block: str, window: int | None):
+    config, start = diffusion(context=context, in_block=in_block), 9
+    seen = Intervals.of(layout_of([(12, [(start, 1)])], length=4), config, window=window).dense()
+    positions = torch.arange(12)
+    clean = context_visible(config, positions, positions, window=window)
+    assert np.array_equal(seen[:12, :12], clean.numpy())
+    canvas = canvas_visible(config, start, 4, window=window)
+    expected = np.ones((4, start + 4), dtype=bool) if canvas is None else canvas.numpy()
+    assert np.array_equal(seen[12:, [*range(start), *range(12, 16)]], expected)
+
+
+responses = st.lists(
+    st.tuples(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=3)),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(responses, st.integers(1, 9), st.integers(1, 9))
+def test_tiles_visit_every_visible_pair_and_meet_in_both_directions(found, query_tile: int, key_tile: int):
+    layout = layout_of([(n, [(min(4 * b, n), c) for b, c in groups]) for n, groups in found], length=4)
+    intervals = Intervals.of(layout, diffusion())
+    tiles = Tiles.of(intervals, query_tile=query_tile, key_tile=key_tile)
+    met = {
+        (int(q), key)
+        for key in range(len(tiles.offsets_K) - 1)
+        for q in tiles.queries[tiles.offsets_K[key] : tiles.offsets_K[key + 1]]
+    }
+    visited = {
+        (q, n // key_tile)
+        for q, bounds in enumerate(tiles.bounds_Q4.tolist())
+        for low, high in (bounds[:2], bounds[2:])
+        for n in range(low, high, key_tile)
+    }
+    assert met == visited
+    assert {(q // query_tile, k // key_tile) for q, k in zip(*np.nonzero(intervals.dense()), strict=True)} <= visited
+
+
+def rows(num_rows: int, heads: int, width: int, seed: int) -> torch.Tensor:
+    return torch.randn(num_rows, heads, width, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+def outputs(attend, num_rows: int) -> list[torch.Tensor]:
+    """Output and the three gradients under 4 heads over 2 of width 12."""
+    q, k, v = rows(num_rows, 4, 12, 0), rows(num_rows, 2, 12, 1), rows(num_rows, 2, 12, 2)
+    out = attend(0, q, k, v)
+    out.backward(torch.randn(out.shape, generator=torch.Generator().manual_seed(3)))
+    return [out.detach(), q.grad, k.grad, v.grad]
+
+
+@pytest.mark.parametrize("context", ["causal", "block_causal"])
+def test_flex_attention_and_the_cpu_path_equal_the_dense_mask(context: str):
+    """FlexAttention has no backward on the CPU; that of the CPU path is compared."""
+    config = diffusion(context=context)
+    layout = layout_of(RAGGED, length=4)
+    mask = mask_of(layout, config)
+    dense = outputs(lambda i, q, k, v: scaled_dot_product(q, k, v, mask), len(mask))
+    for expected, found in zip(dense, outputs(StaircaseAttention(layout, config), len(mask)), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        q, k, v = rows(len(mask), 4, 12, 0), rows(len(mask), 2, 12, 1), rows(len(mask), 2, 12, 2)
+        flex = FlexStaircase([Intervals.of(layout, config)], device="cpu")(0, q.detach(), k.detach(), v.detach())
+    torch.testing.assert_close(flex, dense[0], rtol=1e-5, atol=1e-5)
+
+
+INTERPRETED = """
+from triton.runtime import interpreter
+patch = interpreter._patch_lang_tensor
+def patch_with_index(tensor, scope):  # bounds of range are arrays of one number; numpy 2.4 makes no int of them
+    patch(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+interpreter._patch_lang_tensor = patch_with_index
+import torch
+from test_kernels import RAGGED, diffusion, layout_of, mask_of, outputs
+from dlmrt.ops.eager import scaled_dot_product
+from orl.kernels import triton_staircase
+from orl.kernels.intervals import Intervals
+for context, in_block, tile in (("causal", "bidirectional", 16), ("block_causal", "bidirectional", 32),
+                                ("causal", "causal", 16)):
+    triton_staircase.QUERY_TILE = triton_staircase.KEY_TILE = tile
+    config = diffusion(context=context, in_block=in_block)
+    layout = layout_of(RAGGED, length=4)
+    mask = mask_of(layout, config)
+    expected = outputs(lambda i, q, k, v: scaled_dot_product(q, k, v, mask), len(mask))
+    attend = triton_staircase.TritonStaircase([Intervals.of(layout, config)], device="cpu")
+    for want, got in zip(expected, outputs(attend, len(mask)), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+print("equal")
+"""
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from orl.kernels import triton_staircase as kernels
+SHARED = 227 * 1024
+tensors = {
+    "_forward": "q k v low high bounds out lse",
+    "_backward_q": "q k v low high bounds grad lse delta grad_q",
+    "_backward_kv": "q k v low high offsets queries grad lse delta grad_k grad_v",
+}
+kinds = {name: "*i32" for name in "low high bounds offsets queries".split()} | {"lse": "*fp32", "delta": "*fp32"}
+for name, pointers in tensors.items():
+    for width in (64, 128):
+        signature = {p: kinds.get(p, "*bf16") for p in pointers.split()}
+        signature |= {"scale": "fp32", "num_rows": "i32", "N": "i32", "G": "i32"}
+        sizes = kernels._sizes(width)
+        signature |= dict.fromkeys(sizes, "constexpr")
+        source = ASTSource(fn=getattr(kernels, name), signature=signature, constexprs=sizes)
+        built = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+        assert built.asm["cubin"], name
+        assert built.metadata.shared <= SHARED, (name, width, built.metadata.shared)
+        print(name, width, built.metadata.shared)
+"""
+
+
+def run_script(script: str, folder: Path, **environment: str) -> str:
+    """Run `script` beside a copy of this file; Triton reads its environment when it is imported."""
+    (folder / "test_kernels.py").write_text(Path(__file__).read_text())
+    (folder / "script.py").write_text(script)
+    sources = Path(__file__).parents[2] / "src"
+    inherited = os.environ.get("PYTHONPATH", "")
+    done = subprocess.run(
+        [sys.executable, str(folder / "script.py")], capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": f"{sources}{os.pathsep}{inherited}", "TRITON_CACHE_DIR": str(folder / "cache"),
+             **environment},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_triton
+def test_triton_kernels_equal_the_dense_mask_in_value_and_gradient(tmp_path: Path):
+    """Interpreted on the CPU in fp32: ragged responses, odd head width, grouped heads, three kinds of attention."""
+    assert run_script(INTERPRETED, tmp_path, TRITON_INTERPRET="1") == "equal\n"
+
+
+@needs_triton
+@pytest.mark.timeout(300)
+def test_triton_kernels_compile_for_hopper_within_its_shared_memory(tmp_path: Path):
+    assert run_script(COMPILED, tmp_path).count("\n") == 6
