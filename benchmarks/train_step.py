@@ -46,7 +46,7 @@ from orl.evaluate import Setting
 from orl.losses import state_losses
 from orl.packing import CLEAN, PAD, Share
 from orl.recipe import DataSection
-from orl.replay import ReplayBatch, ReplayResponse, _residual, packed_logits, replay_response, state_weights
+from orl.replay import ReplayBatch, ReplayResponse, packed_logits, replay_response, residual_inputs, state_weights
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.train_recipe import LossSection
 
@@ -73,7 +73,7 @@ def padded_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor:
         ids[i, :start], ids[i, start:end] = torch.from_numpy(part.clean_S[:start]), torch.from_numpy(state.canvas_L)
         positions[i, :end] = torch.arange(end)
         copy[i, :start], copy[i, start:end], block_start[i, start:end] = CLEAN, 0, start
-        own_z, own_where = _residual([state], torch.arange(end) >= start, config)
+        own_z, own_where = residual_inputs([state], torch.arange(end) >= start, config)
         if z is not None and own_z is not None and own_where is not None:
             z[i, :end], where[i, :end] = own_z, own_where
         rows.append(i * longest + torch.arange(start, end) - batch.diffusion.logit_shift)
@@ -204,7 +204,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             "slowest_over_mean_rank": min(slowest) / mean, "rollout_s": rollout_s,
             "step_s": min(slowest) + rollout_s / options.ranks,
         })  # fmt: skip
-        assert abs(loss - rows[0]["loss"]) <= 1e-4 * abs(rows[0]["loss"]), (name, loss, rows[0]["loss"])
+        for key in ("loss", "gradient_norm"):
+            first, found = rows[0][key], rows[-1][key]
+            assert abs(found - first) <= 1e-4 * abs(first), (name, key, found, first)
     return {
         "schema": "orl.train_step/1",
         "conditions": conditions(num_threads=1, device="cpu; not run on a GPU", **settings),

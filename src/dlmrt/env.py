@@ -17,7 +17,7 @@ from dlmrt.errors import UnknownOptionError, UsageError, nearest
 
 PREFIX = "DLMRT_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
-HONOURED = ("HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "NO_COLOR")
+HONOURED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "NO_COLOR")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -184,7 +184,7 @@ def _dry_run(recipe: TrainRecipe, num_ranks: int) -> dict[str, Any]:
     from dlmrt.models.config import load_config
     from orl.dry_run import dry_run
 
-    config = load_config(resolve(recipe.run.init))
+    config = load_config(resolve(recipe.run.init, needs_weights=False))
     return dry_run(config, recipe, num_ranks=num_ranks, prompt_tokens=200, answer_tokens=500)
 
 

@@ -115,7 +115,7 @@ class Matched:
 
     tpf_R: Float
     speed_R: Float
-    is_edge_R: npt.NDArray[np.bool_]  # the fastest knob is still accurate enough: the curve may go on
+    is_edge_R: npt.NDArray[np.bool_]  # no knob as fast is too inaccurate: the curve may go on
 
 
 def matched(curves: Curves, floor_R: Float) -> Matched:
@@ -130,12 +130,13 @@ def matched(curves: Curves, floor_R: Float) -> Matched:
     drop = accuracy[rows, left] - accuracy[rows, right]
     share = np.divide(accuracy[rows, left] - floor_R, drop, out=np.zeros_like(drop), where=drop > 0).clip(0, 1)
     reaches = is_enough.any(axis=1)
+    goes_on = ~(~is_enough & (tpf >= tpf[rows, left][:, None])).any(axis=1)
 
     def between(values: Float) -> Float:
         low, high = values[rows, left], values[rows, right]
         return np.where(reaches, low + (high - low) * share, 0.0)
 
-    return Matched(tpf_R=between(tpf), speed_R=between(curves.speed_RK), is_edge_R=reaches & (right == left))
+    return Matched(tpf_R=between(tpf), speed_R=between(curves.speed_RK), is_edge_R=reaches & goes_on)
 
 
 def _best(allowed_RK: npt.NDArray[np.bool_], first_RK: Float, second_RK: Float) -> npt.NDArray[np.intp]:

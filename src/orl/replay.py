@@ -239,7 +239,9 @@ def packed_logits(
             predicted_by.append(np.append(row + start - 1, own[:-1]) if batch.diffusion.logit_shift else own)
         row += part.num_rows
     is_noisy = torch.from_numpy(np.concatenate(noisy))
-    z, where = _residual(batch.states, is_noisy, config, always=always_residual) if with_residual else (None, None)
+    z, where = None, None
+    if with_residual:
+        z, where = residual_inputs(batch.states, is_noisy, config, always=always_residual)
     ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
     ids_T, positions_T, is_noisy = (t.to(batch.device) for t in (ids_T, positions_T, is_noisy))
     z, where = (None if t is None else t.to(batch.device) for t in (z, where))
@@ -287,7 +289,7 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             is_noisy = positions >= start
             copy, block_start = torch.where(is_noisy, 0, CLEAN), torch.where(is_noisy, start, 0)
             visible = staircase(torch.zeros_like(copy), copy, positions, block_start, batch.diffusion, grid=part.grid)
-            z, where = _residual([state], is_noisy, config)
+            z, where = residual_inputs([state], is_noisy, config)
             attend = ops.MaskedAttention(visible)
             hidden = family.forward(_OPS, params, config, ids, positions, attend, z=z, where=where)
             rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
@@ -313,7 +315,7 @@ def residual_ratio(params: Mapping[str, Tensor], states: Sequence[ReplayState], 
     return float(added.norm() / embeddings.norm())
 
 
-def _residual(
+def residual_inputs(
     states: Sequence[ReplayState], is_noisy_T: Tensor, config: ModelConfig, *, always: bool = False
 ) -> tuple[Tensor | None, Tensor | None]:
     """Residual [T, D] of the noisy rows and the rows that receive it; (None, None) where no state has one."""

@@ -70,7 +70,8 @@ class ShardedParams(Mapping[str, Tensor]):
         from torch.distributed.fsdp import FSDPModule, fully_shard
 
         for module in (*self._layers, self.root):
-            fully_shard(module)
+            # Also the root: after a run without backward it would keep what an optimizer step then outdates.
+            fully_shard(module, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum

@@ -66,6 +66,7 @@ def test_matched_accuracy_is_read_between_the_pareto_points():
 def test_a_curve_that_never_gets_there_has_nothing_and_one_that_stays_above_ends_at_its_fastest_knob():
     assert crossing(0.95, (0.9, 2.0), (0.8, 4.0)) == (0.0, False)
     assert crossing(0.7, (0.9, 2.0), (0.8, 4.0)) == (4.0, True)
+    assert crossing(0.7, (0.9, 2.0), (0.8, 4.0), (0.5, 4.0)) == (4.0, False)  # nothing is gained by going on
     assert crossing(math.nan, (0.9, 2.0)) == (0.0, False)
     assert matched_tpf([(0.9, 2.0), (0.8, 4.0)], 0.95) is None
     assert matched_tpf([(0.9, 2.0), (0.8, 4.0)], 0.85) == pytest.approx(3.0)

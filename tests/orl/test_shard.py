@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ from orl.train_recipe import (
     UpdateSection,
 )
 
+SRC = Path(__file__).parents[2] / "src"
 pytestmark = pytest.mark.timeout(300)  # three processes that import torch, on a loaded machine
 
 # Loss of two sequences, one a process, against both on one; prints the largest differences.
@@ -93,20 +95,31 @@ def loss_of(params, config, seed: int) -> torch.Tensor:
     return qwen3.head(ops, params, config, hidden).log_softmax(-1)[..., 0].square().sum()
 
 
-@pytest.fixture(scope="module")
-def torchrun(start_python):
-    """Start two processes of `python *arguments` under torchrun, on a port of their own."""
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
-    def start(*arguments: object, cwd: Path | None = None) -> subprocess.Popen[str]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        return start_python(
-            "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port",
-            str(port), *map(str, arguments), cwd=cwd,
-        )  # fmt: skip
 
-    return start
+def two_processes(*arguments: object) -> list[str]:
+    """Run `python *arguments` twice with what torchrun would tell them; what each wrote to stdout."""
+    environment = os.environ | {
+        "PYTHONPATH": str(SRC), "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    found = []
+    for process in processes:
+        stdout, stderr = process.communicate(timeout=280)
+        assert process.returncode == 0, stderr[-3000:]
+        found.append(stdout)
+    return found
 
 
 @pytest.mark.parametrize("checkpoint_layers", [False, True])
@@ -148,27 +161,22 @@ def test_rounds_deal_every_item_once_and_as_many_to_each_rank():
         assert sorted(item for part in dealt for item, is_own in part if is_own) == list("abcde")
 
 
-def test_two_processes_have_the_loss_and_gradients_of_one(torchrun, tmp_path: Path):
+def test_two_processes_have_the_loss_and_gradients_of_one(tmp_path: Path):
     """Also with activations recomputed; each holds a part of every parameter."""
     (tmp_path / "compare.py").write_text(COMPARE)
     (tmp_path / "test_shard.py").write_text(Path(__file__).read_text())
-    process = torchrun(tmp_path / "compare.py")
-    stdout, stderr = process.communicate(timeout=280)
-    assert process.returncode == 0, stderr[-3000:]
-    assert stdout.count("equal") == 2
+    assert two_processes(tmp_path / "compare.py") == ["equal\n", "equal\n"]
 
 
-def test_pretraining_in_two_processes_is_that_of_one_and_goes_on(torchrun, make_recipe, tmp_path: Path):
+def test_pretraining_in_two_processes_is_that_of_one_and_goes_on(make_recipe, tmp_path: Path):
     """Steps, problems, loss, norm; an odd number of micro-batches, with and without a first pass; resumed."""
     recipe = make_recipe(optim={"steps": 4, "bins_per_step": 6}, run={"save_every_s": 0, "eval_every_steps": 100})
     pretrain(recipe, tmp_path / "one")
     path = tmp_path / "recipe.toml"
     path.write_text(dump_recipe(recipe))
     for _ in range(2):
-        process = torchrun("-m", "orl", "pretrain", path, "--run-dir", tmp_path / "two", "--quiet", "--stop-after", "0")
-        stdout, stderr = process.communicate(timeout=280)
-        assert process.returncode == 0, stderr[-3000:]
-        assert stdout == f"{tmp_path / 'two' / 'model'}\n"
+        arguments = ("pretrain", path, "--run-dir", tmp_path / "two", "--quiet", "--stop-after", "0")
+        assert two_processes("-m", "orl", *arguments) == [f"{tmp_path / 'two' / 'model'}\n", ""]
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
@@ -185,9 +193,7 @@ def test_pretraining_in_two_processes_is_that_of_one_and_goes_on(torchrun, make_
     )
 
 
-def test_orl_training_in_two_processes_is_that_of_one(
-    torchrun, make_model, tokenizer_dir: Path, make_recipe, tmp_path: Path
-):
+def test_orl_training_in_two_processes_is_that_of_one(make_model, tokenizer_dir: Path, make_recipe, tmp_path: Path):
     """Problems, answers, states, loss, norms over two updates; low-rank factors, layers computed again in backward.
 
     Three prompts, so the processes have unequal shares. Gold answers: a random model verifies none of its own.
@@ -207,10 +213,8 @@ def test_orl_training_in_two_processes_is_that_of_one(
     train(recipe, tmp_path / "one")
     path = tmp_path / "recipe.toml"
     path.write_text(dump_recipe(recipe))
-    process = torchrun("-m", "orl", "train", path, "--run-dir", tmp_path / "two", "--quiet")
-    stdout, stderr = process.communicate(timeout=280)
-    assert process.returncode == 0, stderr[-3000:]
-    assert stdout.startswith(str(tmp_path / "two"))
+    main, other = two_processes("-m", "orl", "train", path, "--run-dir", tmp_path / "two", "--quiet")
+    assert (main.startswith(str(tmp_path / "two")), other) == (True, "")
     one, two = (
         [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         for name in ("one", "two")
@@ -227,12 +231,15 @@ def test_orl_training_in_two_processes_is_that_of_one(
         torch.testing.assert_close(theirs[name].float(), tensor.float(), rtol=1e-2, atol=1e-3)
 
 
-def test_a_dead_process_ends_the_run_within_seconds_and_is_named(torchrun, make_recipe, tmp_path: Path):
+def test_a_dead_process_ends_the_run_within_seconds_and_is_named(start_python, make_recipe, tmp_path: Path):
     recipe = make_recipe(optim={"steps": 100_000}, run={"eval_every_steps": 100_000})
     path, trainer = tmp_path / "recipe.toml", tmp_path / "trainer.py"
     path.write_text(dump_recipe(recipe))
     trainer.write_text(TELLING_TRAINER)
-    process = torchrun(trainer, "pretrain", path, "--run-dir", tmp_path / "run", "--quiet")
+    process = start_python(
+        "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1", "--master-port",
+        str(free_port()), str(trainer), "pretrain", str(path), "--run-dir", str(tmp_path / "run"), "--quiet",
+    )  # fmt: skip
     try:
         assert process.stderr is not None
         assert any(line == "logged 2\n" for line in process.stderr)

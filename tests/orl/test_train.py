@@ -50,7 +50,7 @@ def make() -> Callable[..., TrainRecipe]:
     def recipe(**changes: dict[str, Any]) -> TrainRecipe:
         given: dict[str, tuple[type, dict[str, Any]]] = {
             "prompts": (PromptSection, {"tasks": ("spell_backward",), "per_update": 2}),
-            "rollout": (RolloutSection, {"responses": 2, "setting": "threshold=0.5,temperature=1", "workers": 1}),
+            "rollout": (RolloutSection, {"responses": 2, "setting": "threshold=0.999,temperature=1", "workers": 1}),
             "keep": (KeepSection, {}),
             "states": (StatesSection, {"per_block": 1}),
             "loss": (LossSection, {}),

@@ -37,6 +37,7 @@ FloatFormat = Literal["bfloat16", "float16", "float32"]
 TargetFormat = Literal["keep"] | FloatFormat | QuantFormat
 TARGET_FORMATS: tuple[str, ...] = ("keep", *FLOATS, *get_args(QuantFormat))
 
+DEFAULT_DIALECT: WriteDialect = "compressed-tensors"
 _FUSED = (("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj"))
 
 
@@ -45,12 +46,13 @@ class Conversion:
     """What was written."""
 
     modules: tuple[str, ...]  # whose matrices are quantised in the new files, in their order
+    dialect: WriteDialect | None  # of a quantised format
     num_carried: int  # of them, those that were stored in the format already and kept their codes
     num_bytes: int  # of all tensors
 
 
 def convert_checkpoint(
-    folder: Path, checkpoint: Checkpoint, *, format: TargetFormat, dialect: WriteDialect = "compressed-tensors",
+    folder: Path, checkpoint: Checkpoint, *, format: TargetFormat, dialect: WriteDialect | None = None,
     policy: Policy | None = None, ignore: Sequence[str] = (), input_maxima: Mapping[str, float] | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES, progress: Progress | None = None,
 ) -> Conversion:  # fmt: skip
@@ -59,7 +61,7 @@ def convert_checkpoint(
     Args:
         format: "keep" writes every tensor as it is stored, in new shards; a floating type holds every tensor, quantised
             ones dequantised; the others hold the chosen matrices quantised and everything else as it is.
-        dialect: of quantised formats, whose names and configuration are written.
+        dialect: of quantised formats, whose names and configuration are written; None: compressed-tensors.
         policy: of quantised formats, which matrices; None: experts where the model has them, else linears.
         ignore: of quantised formats, modules to leave as they are: names, globs, or expressions behind "re:".
         input_maxima: module -> largest magnitude that entered it, for static scales of activations; None: those that
@@ -71,32 +73,44 @@ def convert_checkpoint(
         UsageError: nothing would be quantised, a pattern matches nothing, or a matrix does not fit the format.
         CheckpointError: the checkpoint is not whole, or the disk is full.
     """
-    if format not in TARGET_FORMATS:
-        raise UnknownOptionError(f"unknown format {format!r}{nearest(format, TARGET_FORMATS)}")
+    options = {"dialect": dialect, "policy": policy, "ignore": ignore or None, "calibration": input_maxima}
+    check_format(format, [name for name, value in options.items() if value is not None])
     weights = checkpoint.weights()  # checks that the checkpoint is whole
     if format in get_args(QuantFormat):
         shapes = {name: weight.shape for name, weight in weights.items()}
         targets = quantized_files(checkpoint.config, shapes, policy, ignore)
-        matrices = _Matrices(weights, targets, format, dialect, input_maxima)
+        matrices = _Matrices(weights, targets, format, dialect or DEFAULT_DIALECT, input_maxima)
         tensors = matrices.files(checkpoint.config.dtype)
         section, documents = matrices.scheme.documents(_unquantized(checkpoint, weights, targets))
         changes: dict[str, Any] = {"quantization_config": section}
-        conversion = Conversion(modules=tuple(targets), num_carried=len(matrices.carried), num_bytes=_total(tensors))
-    elif policy is not None or ignore or input_maxima is not None:
-        raise UsageError(
-            f"policy, ignore and calibration belong to quantised formats, not to {format!r}; leave them out"
-        )
+        conversion = Conversion(
+            modules=tuple(targets), dialect=matrices.scheme.dialect, num_carried=len(matrices.carried),
+            num_bytes=_total(tensors),
+        )  # fmt: skip
     else:
         tensors = _as_stored(checkpoint) if format == "keep" else _floats(checkpoint, weights, format)
         documents, changes = ({}, {}) if format == "keep" else ({}, {"dtype": format, "torch_dtype": format})
         modules = tuple(_quantized_modules(checkpoint)) if format == "keep" else ()
-        conversion = Conversion(modules=modules, num_carried=len(modules), num_bytes=_total(tensors))
+        conversion = Conversion(modules=modules, dialect=None, num_carried=len(modules), num_bytes=_total(tensors))
     write_folder(
         folder, _documents(checkpoint, changes, documents, is_kept=format == "keep"), tensors,
         tokenizer_files=checkpoint.folder if (checkpoint.folder / "tokenizer.json").exists() else None,
         max_shard_bytes=max_shard_bytes, progress=progress,
     )  # fmt: skip
     return conversion
+
+
+def check_format(format: str, given: Sequence[str]) -> None:
+    """Refuse an unknown format, and options `given` for a format that has no use for them.
+
+    Raises:
+        UnknownOptionError, UsageError: as said.
+    """
+    if format not in TARGET_FORMATS:
+        raise UnknownOptionError(f"unknown format {format!r}{nearest(format, TARGET_FORMATS)}")
+    if given and format not in get_args(QuantFormat):
+        names = ", ".join(given)
+        raise UsageError(f"{names}: for quantised formats only, and the format is {format!r}; leave it out")
 
 
 def _total(tensors: Mapping[str, FileTensor]) -> int:
@@ -114,6 +128,9 @@ def _documents(
         result["hf_quant_config.json"] = read_json(source / "hf_quant_config.json")
     if not is_kept:
         config.pop("quantization_config", None)
+    text = config.get("text_config")
+    if "dtype" in changes and isinstance(text, dict) and "dtype" in text:  # said twice by transformers
+        config["text_config"] = {**text, "dtype": changes["dtype"]}
     if checkpoint.generation:
         result["generation_config.json"] = checkpoint.generation
     return {**result, "config.json": {**config, **changes}}

@@ -33,8 +33,8 @@ def embedded_models() -> list[str]:
     return sorted(path.parent.name for path in EMBEDDED.glob("*/config.json"))
 
 
-def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
-    """Folder of a checkpoint; a hub repository is downloaded unless the cache has it.
+def resolve(name_or_path: str | Path, *, revision: str | None = None, needs_weights: bool = True) -> Path:
+    """Folder of a checkpoint; a hub repository is downloaded unless the cache has it, whole or without its weights.
 
     A string is an embedded name first, then a folder, then a hub id; "./name" is always a folder. `revision` is a
     branch, tag or commit of a hub repository.
@@ -51,7 +51,7 @@ def resolve(name_or_path: str | Path, *, revision: str | None = None) -> Path:
     elif not (name and os.path.isdir(folder)):  # unlike Path's, it never raises
         if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name):
             raise _not_found(name, f"{name!r} is neither an embedded model nor a folder")
-        return _download(name, revision)
+        return _download(name, revision, needs_weights=needs_weights)
     if revision is not None:
         raise UsageError(f"revision {revision!r} applies to hub repositories, and {name!r} is {folder}; leave it out")
     return folder
@@ -70,7 +70,7 @@ def _not_found(name: str, what: str) -> ModelNotFoundError:
     )
 
 
-def _download(repo_id: str, revision: str | None) -> Path:
+def _download(repo_id: str, revision: str | None, *, needs_weights: bool) -> Path:
     from huggingface_hub import errors
 
     if revision == "":
@@ -80,6 +80,8 @@ def _download(repo_id: str, revision: str | None) -> Path:
         folder = Path(_snapshot(repo_id, revision, _DESCRIPTION))
         if (folder / "config.json").exists():
             load_config(folder)  # refuses what cannot run
+        if not needs_weights:
+            return folder
         return Path(_snapshot(repo_id, revision, [*_DESCRIPTION, *_WEIGHTS]))
     except CheckpointError:
         raise

@@ -88,12 +88,16 @@ def environment_report() -> dict[str, Any]:
 
 
 def _executors() -> dict[str, str]:
+    from dlmrt.cuda.device import num_devices
     from dlmrt.decode.engine import EXECUTORS
 
-    return {
+    states = {
         name: "available" if find_spec(package) else f"not available: {package} is not installed; {way}"
         for name, (_, package, way) in EXECUTORS.items()
     }
+    if not num_devices():
+        states["cuda"] = "not available: the driver reports no NVIDIA device"
+    return states
 
 
 def _cpu() -> dict[str, Any]:

@@ -45,8 +45,9 @@ def quantize(
     ],
     out: Annotated[Path, typer.Option("--out", "--output", "-o", help="Folder to write; must be new or empty.")],
     dialect: Annotated[
-        str, typer.Option("--dialect", help="Whose names a quantised file has: compressed-tensors or modelopt.")
-    ] = "compressed-tensors",
+        str | None,
+        typer.Option("--dialect", help="Whose names a quantised file has: modelopt or [default:] compressed-tensors."),
+    ] = None,
     policy: Annotated[
         str | None,
         typer.Option("--policy", help="experts, or linears: all but embedding, head, routers. [default: by model]"),
@@ -78,28 +79,27 @@ def quantize(
     from dlmrt.checkpoint.load import open_checkpoint
 
     checkpoint = open_checkpoint(resolve(model, revision=revision))
-    chosen: dict[str, Any] = {"format": _ALIASES.get(format, format), "policy": policy, "ignore": tuple(ignore or ())}
+    chosen: dict[str, Any] = {
+        "format": _ALIASES.get(format, format), "dialect": dialect, "policy": policy, "ignore": tuple(ignore or ()),
+    }  # fmt: skip
     started = time.perf_counter()
     if prompts is not None:
         chosen["input_maxima"] = _calibrated(checkpoint, prompts, chosen, max_tokens=calibrate_tokens, quiet=quiet)
     with _progress_bar(quiet=quiet) as progress:
-        done = convert_checkpoint(
-            out, checkpoint, **chosen, dialect=dialect, max_shard_bytes=shard_bytes, progress=progress  # type: ignore[arg-type]  # checked there
-        )  # fmt: skip
-    report = _report(checkpoint, out, chosen["format"], dialect, done) | {"seconds": time.perf_counter() - started}
+        done = convert_checkpoint(out, checkpoint, **chosen, max_shard_bytes=shard_bytes, progress=progress)
+    report = _report(checkpoint, out, chosen, done) | {"seconds": time.perf_counter() - started}
     if json_output:
         print_json(report, indent=2)
     else:
         typer.echo(_summary(report))
 
 
-def _report(checkpoint: Checkpoint, out: Path, format: str, dialect: str, done: Conversion) -> dict[str, Any]:
-    is_quantized = format in ("nvfp4", "fp8", "int8", "int4")
+def _report(checkpoint: Checkpoint, out: Path, chosen: Mapping[str, Any], done: Conversion) -> dict[str, Any]:
     return {
         "schema_version": SCHEMA_VERSION,
         "folder": str(out),
-        "format": format,
-        "dialect": dialect if is_quantized else None,
+        "format": chosen["format"],
+        "dialect": done.dialect,
         "num_quantized": len(done.modules),
         "num_kept_codes": done.num_carried,
         "source_bytes": sum(tensor.num_bytes for tensor in checkpoint.stored.values()),
@@ -174,11 +174,15 @@ def _calibrated(
         raise MissingDependencyError(
             "calibration runs on the eager executor, which needs torch; pip install 'dlmrt[train]'"
         )
+    from dlmrt.checkpoint.convert import DEFAULT_DIALECT, check_format
     from dlmrt.checkpoint.policy import quantized_files
+    from dlmrt.checkpoint.scheme import Scheme
     from dlmrt.decode.engine import Engine, with_stop_tokens
     from dlmrt.decode.text import TextCodec
     from dlmrt.eager.calibrate import WatchedDenoiser
 
+    check_format(chosen["format"], ["calibration"])
+    Scheme(format=chosen["format"], dialect=chosen["dialect"] or DEFAULT_DIALECT, has_static_inputs=True)  # checked now
     shapes = {name: weight.shape for name, weight in checkpoint.weights().items()}
     targets = quantized_files(checkpoint.config, shapes, chosen["policy"], chosen["ignore"])
     codec = TextCodec.from_folder(checkpoint.folder)

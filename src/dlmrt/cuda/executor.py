@@ -25,14 +25,13 @@ from dlmrt.cuda.programs import MIN_SLOTS, DeviceProgram, ProgramStore
 from dlmrt.cuda.runners import MODES
 from dlmrt.cuda.weights import Packed
 from dlmrt.env import Environment
-from dlmrt.errors import DeviceError, UnknownOptionError, UnsupportedModelError, UsageError, nearest
+from dlmrt.errors import DeviceError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Bool, Float32, Int32
 
-ARCHITECTURES = ("Qwen3ForCausalLM", "SDARForCausalLM")  # whose programs can be recorded
 MAX_ROWS = 512  # of one forward that extends the context
 POLL_SECONDS = 1e-4  # between two looks at the ring
 
@@ -68,8 +67,10 @@ class CudaDenoiser:
         packed = {name: Packed(values=values) for name, values in params.items()}
         self._store = ProgramStore(config, packed, device=torch.device(device), mode=mode)
         self._length = 0
+        self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is on the device after this.
         self._store.reserve(1, 0)
+        self._extension()
         self._canvas(self.diffusion.canvas_length)
         if self.has_residual:
             self._soft(self.diffusion.canvas_length)
@@ -77,7 +78,7 @@ class CudaDenoiser:
 
     def reset(self) -> None:
         """Forget the committed context."""
-        self._length = 0
+        self._length = self._grid = 0
 
     @property
     def context_length(self) -> int:
@@ -105,19 +106,20 @@ class CudaDenoiser:
         """
         if not len(ids_S):
             return
+        block = self.diffusion.canvas_length
+        if not self._length and self.diffusion.block_anchor == "prompt_end":
+            self._grid = len(ids_S) % block
         self._check_boundary(self._length)
         self._reserve(ids_S)
-        block = self.diffusion.canvas_length
-        chunk = max(MAX_ROWS // block * block, block)
-        program = self._store.get(
-            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=chunk)
-        )
+        chunk, program = self._max_rows, self._extension()
         is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
-        end = self._length + len(ids_S)
-        for begin in range(0, len(ids_S), chunk):
-            ids = ids_S[begin : begin + chunk]
-            positions = np.arange(self._length, self._length + len(ids), dtype=np.int32)
-            visible = positions + 1 if is_causal else np.minimum((positions // block + 1) * block, end)
+        # The first chunk ends where a block does, as all later ones then do.
+        first = chunk - block + self._grid if self._grid and not self._length and not is_causal else chunk
+        for ids in np.split(ids_S, list(range(first, len(ids_S), chunk))):
+            end = self._length + len(ids)
+            positions = np.arange(self._length, end, dtype=np.int32)
+            blocks = (positions - self._grid) // block + 1
+            visible = positions + 1 if is_causal else np.minimum(blocks * block + self._grid, end)
             program.fill(ids=ids, positions=positions, visible=visible)
             _run(program, rows=len(ids))
             self._length += len(ids)
@@ -131,7 +133,8 @@ class CudaDenoiser:
             where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
 
         Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context.
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
         """
         start, length = self._length, len(canvas_L)
         self._check_shift(start)
@@ -182,9 +185,21 @@ class CudaDenoiser:
         program = self._store.get(
             ("loop", options), lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
         )
-        program.fill(**{name: values for name, values in arrays.items() if name in program.states})
+        program.fill(**arrays)
         program.scalars.set(**{name: value for name, value in scalars.items() if name in program.scalars})
         return LoopRun(program, max_steps=int(scalars["max_steps"]))
+
+    @property
+    def _max_rows(self) -> int:
+        """Rows of one forward that extends the context: whole blocks."""
+        block = self.diffusion.canvas_length
+        return max(MAX_ROWS // block * block, block)
+
+    def _extension(self) -> DeviceProgram:
+        rows = self._max_rows
+        return self._store.get(
+            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+        )
 
     def _canvas(self, length: int) -> DeviceProgram:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
@@ -208,14 +223,14 @@ class CudaDenoiser:
             raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
 
     def _check_shift(self, num_committed: int) -> None:
-        if self.diffusion.logit_shift and not num_committed:
+        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
             )
 
     def _check_boundary(self, length: int) -> None:
         block = self.diffusion.canvas_length
-        if self.diffusion.context_attention == "block_causal" and length % block:
+        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
             raise UsageError(
                 f"the committed context would end at {length}, inside a block of {block} positions that see each "
                 "other; commit and truncate whole blocks"
@@ -295,7 +310,6 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
 
     Raises:
         DeviceError: no CUDA device is there.
-        UnsupportedModelError: the model has no program, or `dtype` no kernels.
     """
     if dtype not in (*FORMATS, "auto"):
         known = nearest(dtype, (*FORMATS, "auto"))
@@ -314,16 +328,10 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:
-    if config.architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(f"the cuda executor cannot run {config.architecture} yet; use executor 'eager'")
     if config.diffusion is None:
         raise UsageError(
             f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
             "section to config.json"
-        )
-    if config.diffusion.context_attention == "block_causal" and config.diffusion.block_anchor == "prompt_end":
-        raise UnsupportedModelError(
-            "the cuda executor has no block-causal attention on a grid from the prompt's end; use executor 'eager'"
         )
     return config.diffusion
 

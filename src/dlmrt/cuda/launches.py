@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dlmrt.cuda import tiles
-from dlmrt.cuda.kernels import attention, head, loop, matmul, ring, rows
+from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.weights import Packed
 from dlmrt.program.nodes import Buffer, Kernel, Value, maximum
 from dlmrt.program.record import URGENT
@@ -141,7 +141,7 @@ def _sum_rows(b: Bound) -> Launch:
     width, block = b.size("y", 1), min(1024, tiles.power_of_two(b.size("y", 1)))
     factor = b.place("factor").values if b.has("factor") else b.place("y")
     return b.launch(
-        rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "y"), part=b.pointer("part", "y"),
+        rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "part"), part=b.pointer("part", "y"),
         factor=factor, y=b.place("y"), rows=b.place("rows"), M=b.size("y", 0), scale=float(b.number("scale", 1.0)),
         cap=float(b.number("cap")), D=width, BD=block, S=_splits(b), HAS_X=b.has("x"), HAS_FACTOR=b.has("factor"),
         HAS_CAP=b.number("cap") > 0,
@@ -167,7 +167,7 @@ def _gate(b: Bound) -> Launch:
     return b.launch(
         rows.gate, (rows_at_most, -(-width // block)), part=b.place("part"), operand=b.place("operand"),
         rows=b.place("rows"), M=rows_at_most, F=width, BF=block, S=_splits(b),
-        IS_GELU=b.attribute("activation") == "gelu_tanh",
+        IS_GELU=b.attribute("activation") == "gelu_tanh", ENTRIES=b.number("entries", 1),
     )  # fmt: skip
 
 
@@ -176,10 +176,13 @@ def _qk_norm_rope_store(b: Bound) -> Launch:
     num_kv_heads = b.size("cache", 2)
     return b.launch(
         rows.qk_norm_rope_store, (rows_at_most, num_heads + 2 * num_kv_heads), part=b.place("part"),
-        q_norm=b.place("q_norm").values, k_norm=b.place("k_norm").values, cos=b.place("cos"), sin=b.place("sin"),
+        bias=b.place("bias").values if b.has("bias") else b.place("part"),
+        q_norm=b.place("q_norm").values if b.has("q_norm") else b.place("part"),
+        k_norm=b.place("k_norm").values if b.has("k_norm") else b.place("part"), cos=b.place("cos"), sin=b.place("sin"),
         positions=b.place("positions"), q=b.place("q"), cache=b.place("cache"), rows=b.place("rows"), M=rows_at_most,
         eps=b.number("eps"), N=num_heads, G=num_kv_heads, H=head_dim, HP=tiles.power_of_two(head_dim),
-        R=2 * b.size("cos", 1), S=_splits(b), IS_VALUE_NORMED=b.attribute("is_value_normed"),
+        R=2 * b.size("cos", 1), S=_splits(b), HAS_BIAS=b.has("bias"), HAS_NORM=b.has("q_norm"),
+        IS_VALUE_NORMED=b.attribute("is_value_normed"),
         IS_VALUE_KEY=b.attribute("is_value_key"), num_warps=1 if head_dim <= 128 else 2,
     )  # fmt: skip
 
@@ -206,6 +209,72 @@ def _attention_merge(b: Bound) -> Launch:
         attention.attention_merge, (rows_at_most, num_heads), acc_in=b.place("acc"), lse_in=b.place("lse"),
         y=b.place("y"), rows=b.place("rows"), M=rows_at_most, N=num_heads, H=head_dim,
         HP=tiles.power_of_two(head_dim), J=chunks, JP=tiles.power_of_two(chunks), num_warps=1,
+    )  # fmt: skip
+
+
+def _window_start(b: Bound) -> Launch:
+    return b.launch(
+        rows.window_start, (1,), positions=b.place("positions"), first=b.place("first"), rows=b.place("rows"),
+        WINDOW=b.attribute("window"), IS_SHARED=b.attribute("is_shared"),
+        MP=tiles.power_of_two(b.size("positions", 0)),
+    )  # fmt: skip
+
+
+def _admit_experts(b: Bound) -> Launch:
+    num_experts = b.size("part", 2)
+    return b.launch(
+        moe.admit_experts, (b.size("admitted", 0),), part=b.place("part"), bias=b.place("bias").values,
+        admitted=b.place("admitted"), rows=b.place("rows"), M=b.size("part", 1), E=num_experts,
+        EP=tiles.power_of_two(num_experts), S=_splits(b), BLOCK=b.attribute("block"), CAPACITY=b.attribute("capacity"),
+    )  # fmt: skip
+
+
+def _route_sigmoid(b: Bound) -> Launch:
+    num_experts, groups = b.size("part", 2), int(b.number("groups"))
+    return b.launch(
+        moe.route_sigmoid, (b.size("experts", 0),), part=b.place("part"), bias=b.place("bias").values,
+        admitted=b.pointer("admitted", "experts"), experts=b.place("experts"), weights=b.place("weights"),
+        rows=b.place("rows"), scaling=float(b.number("scaling")), M=b.size("part", 1), E=num_experts,
+        EP=tiles.power_of_two(num_experts), S=_splits(b), K=b.size("experts", 1), GROUPS=groups,
+        KEPT=b.attribute("kept"), GP=tiles.power_of_two(groups), BLOCK=b.attribute("block"), num_warps=1,
+    )  # fmt: skip
+
+
+def _route_softmax(b: Bound) -> Launch:
+    num_experts = b.size("part", 2)
+    return b.launch(
+        moe.route_softmax, (b.size("experts", 0),), part=b.place("part"),
+        expert_scale=b.place("expert_scale").values, experts=b.place("experts"), weights=b.place("weights"),
+        rows=b.place("rows"), factor=float(b.number("factor")), M=b.size("part", 1), E=num_experts,
+        EP=tiles.power_of_two(num_experts), S=_splits(b), K=b.size("experts", 1), num_warps=1,
+    )  # fmt: skip
+
+
+def _list_rows(b: Bound) -> Launch:
+    return b.launch(
+        moe.list_rows, (b.size("counts", 0),), experts=b.place("experts"), lists=b.place("lists"),
+        counts=b.place("counts"), rows=b.place("rows"), M=b.size("experts", 0), K=b.size("experts", 1), BE=256,
+    )  # fmt: skip
+
+
+def _matmul_experts(b: Bound) -> Launch:
+    num_experts, n, k = (b.size("weight", axis) for axis in range(3))
+    rows_at_most = b.size("lists", 1)
+    row_tile = tiles.row_tile(rows_at_most, most=16)
+    return b.launch(
+        moe.matmul_experts, (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), num_experts), x=b.place("x"),
+        weight=b.place("weight").values, out=b.place("out"), lists=b.place("lists"), counts=b.place("counts"),
+        M=rows_at_most, N=n, KD=k, K=b.attribute("top_k"), BM=row_tile, BN=tiles.TILE_N, BK=tiles.TILE_K,
+        IS_ROW=b.attribute("is_row"), CDT=compute_type(b.place("x")), num_stages=3,
+    )  # fmt: skip
+
+
+def _sum_experts(b: Bound) -> Launch:
+    width = b.size("y", 1)
+    block = min(1024, tiles.power_of_two(width))
+    return b.launch(
+        moe.sum_experts, (b.size("y", 0), -(-width // block)), part=b.place("part"), weights=b.place("weights"),
+        y=b.place("y"), rows=b.place("rows"), D=width, BD=block, K=b.size("weights", 1),
     )  # fmt: skip
 
 
@@ -362,5 +431,7 @@ _BINDERS: dict[str, Callable[[Bound], Launch]] = {
     "attention_merge": _attention_merge, "residual_add": _residual_add, "hidden_store": _hidden_store,
     "shift": _shift, "head_stats": _head_stats, "head_merge": _head_merge, "all_finite": _all_finite,
     "filtered_draw": _filtered_draw, "soft_embedding": _soft_embedding, "pack_record": _pack_record,
-    "publish": _publish,
+    "publish": _publish, "window_start": _window_start, "admit_experts": _admit_experts,
+    "route_sigmoid": _route_sigmoid, "route_softmax": _route_softmax, "list_rows": _list_rows,
+    "matmul_experts": _matmul_experts, "sum_experts": _sum_experts,
 }  # fmt: skip

@@ -23,11 +23,12 @@ from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
-from dlmrt.program.record import URGENT, describe_rope
+from dlmrt.program.record import describe_rope
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
-_MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x")}
+_MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
+                  ("qkv_biased", "x")}  # fmt: skip
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
 
@@ -208,6 +209,9 @@ class _Lowering:
     def _lower_qkv_packed(self, node: Kernel) -> None:
         self._project(node, self._pack(node.inputs["weight"]))
 
+    def _lower_qkv_biased(self, node: Kernel) -> None:
+        self._project(node, self._pack(*(node.inputs[name] for name in ("wq", "wk", "wv"))))
+
     def _project(self, node: Kernel, weight: Buffer) -> None:
         operand = self._operand(node.inputs["x"], operand_type(weight.dtype))
         part = self._matmul(operand, weight, node.outputs["q"].shape[0])
@@ -222,9 +226,10 @@ class _Lowering:
         self._forms[q] = _Forms(operands={rotated.dtype: rotated})
         self._emit(
             "qk_norm_rope_store", q.shape[0],
-            {"part": part, "q_norm": i["q_norm"], "k_norm": i["k_norm"], "cos": cos, "sin": sin,
-             "positions": node.inputs["positions"], "cache": cache},
-            {"q": rotated, "cache": cache}, eps=qkv.attributes["eps"],
+            {"part": part, "cos": cos, "sin": sin, "positions": node.inputs["positions"], "cache": cache}
+            | {name: i[name] for name in ("q_norm", "k_norm") if name in i}
+            | ({"bias": self._pack(i["bq"], i["bk"], i["bv"])} if "bq" in i else {}),
+            {"q": rotated, "cache": cache}, eps=qkv.attributes.get("eps", 0.0),
             is_value_normed=bool(qkv.attributes.get("is_value_normed", False)),
             is_value_key=qkv.op == "qkv" and "wv" not in i,
         )  # fmt: skip
@@ -245,6 +250,58 @@ class _Lowering:
         operand = self._scratch(self._operand_of(*self._uses[y][0]), y.shape)
         self._forms[y] = _Forms(operands={operand.dtype: operand})
         self._emit("attention_merge", rows, {"acc": means, "lse": sums}, {"y": operand})
+
+    def _lower_window_start(self, node: Kernel) -> None:
+        self._emit("window_start", node.outputs["first"].shape[0], node.inputs, node.outputs, **node.attributes)
+
+    # Experts.
+
+    def _lower_route_sigmoid(self, node: Kernel) -> None:
+        i, o, a = node.inputs, node.outputs, node.attributes
+        rows, num_experts = o["experts"].shape[0], maximum(i["weight"].shape[0])
+        part = self._matmul(self._rows_of(i["x"]), self._pack(i["weight"]), rows)
+        inputs = {"part": part, "bias": i["bias"]}
+        capacity, block = int(a["capacity"]), 0
+        if capacity:
+            block = int(a["block_length"])
+            admitted = self._scratch("uint8", (-(-maximum(rows) // block), num_experts))
+            self._emit("admit_experts", rows, inputs, {"admitted": admitted}, block=block, capacity=capacity)
+            inputs |= {"admitted": admitted}
+        self._emit(
+            "route_sigmoid", rows, inputs, o, block=block, groups=a["num_groups"], kept=a["num_kept_groups"],
+            scaling=a["scaling_factor"],
+        )  # fmt: skip
+
+    def _lower_route_softmax(self, node: Kernel) -> None:
+        i, o = node.inputs, node.outputs
+        x = self._rows_of(i["x"])
+        rows, width = o["experts"].shape[0], maximum(x.shape[1])
+        normed = self._scratch("float32", x.shape)
+        self._emit("norm", rows, {"x": x, "weight": i["scale"]}, {"y": normed}, eps=node.attributes["eps"])
+        part = self._matmul(normed, self._pack(i["weight"]), rows)
+        inputs = {"part": part, "expert_scale": i["expert_scale"]}
+        self._emit("route_softmax", rows, inputs, o, factor=width**-0.5)
+
+    def _lower_moe(self, node: Kernel) -> None:
+        i, y = node.inputs, node.outputs["y"]
+        rows, top_k = i["experts"].shape[0], maximum(i["experts"].shape[1])
+        entries = maximum(rows) * top_k
+        gate_up, down = self._pack(i["gate"], i["up"]), self._pack(i["down"])
+        operand = self._operand(i["x"], operand_type(gate_up.dtype))
+        num_experts, width, out = maximum(i["gate"].shape[0]), maximum(i["gate"].shape[1]), maximum(y.shape[1])
+        lists = {"lists": self._scratch("int32", (num_experts, rows)), "counts": self._scratch("int32", (num_experts,))}
+        self._emit("list_rows", rows, {"experts": i["experts"]}, lists)
+        both = self._scratch("float32", (1, entries, 2 * width))
+        self._emit("matmul_experts", rows, {"x": operand, "weight": gate_up} | lists, {"out": both}, top_k=top_k,
+                   is_row=True)  # fmt: skip
+        product = self._scratch(operand_type(down.dtype), (entries, width))
+        activation = node.attributes["activation"]
+        self._emit("gate", rows, {"part": both}, {"operand": product}, activation=activation, entries=top_k)
+        parts = self._scratch("float32", (1, entries, out))
+        self._emit("matmul_experts", rows, {"x": product, "weight": down} | lists, {"out": parts}, top_k=top_k,
+                   is_row=False)  # fmt: skip
+        inputs = {"part": parts, "weights": i["weights"]}
+        self._emit("sum_experts", rows, inputs, {"y": self._new_rows(y)})
 
     def _lower_hidden_store(self, node: Kernel) -> None:
         hidden, cache = self._rows_of(node.inputs["hidden"]), node.inputs["cache"]
@@ -406,11 +463,13 @@ class _Lowering:
     def _pack(self, *tensors: Buffer) -> Buffer:
         """The rows of `tensors` as one weight."""
         if tensors not in self._packed:
-            dtype, n = tensors[0].dtype, sum(maximum(t.shape[0]) for t in tensors)
+            dtype, axis = tensors[0].dtype, max(len(tensors[0].shape) - 2, 0)  # rows; of experts: of each one
             assert all(t.dtype == dtype for t in tensors), "tensors of one projection have one format"
             first, *others = (t.name.removesuffix(".weight") for t in tensors)
             name = "+".join((first, *(other.rpartition(".")[2] for other in others)))
-            packed = Buffer(name=name, kind="weight", dtype=dtype, shape=(n, tensors[0].shape[1]), layout="packed")
+            shape = list(tensors[0].shape)
+            shape[axis] = sum(maximum(t.shape[axis]) for t in tensors)
+            packed = Buffer(name=name, kind="weight", dtype=dtype, shape=tuple(shape), layout="packed")
             self._packed[tensors] = packed
             self.sources[packed] = tensors
         return self._packed[tensors]

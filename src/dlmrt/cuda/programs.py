@@ -50,8 +50,10 @@ class DeviceProgram:
     record_types: Mapping[str, npt.DTypeLike]
 
     def fill(self, **inputs: npt.NDArray[np.generic]) -> None:
-        """Write the leading rows of states."""
+        """Write the leading rows of states; those that the program does not read are left out."""
         for name, values in inputs.items():
+            if name not in self.states:
+                continue
             state = self.states[name]
             kept = np.ascontiguousarray(values.view(np.int32) if values.dtype == np.uint32 else values)
             state[: len(values)] = torch.from_numpy(kept).to(device=state.device, dtype=state.dtype)
@@ -166,7 +168,7 @@ class ProgramStore:
                     flag=flag,
                     name=node.flag.name,
                     body=self._steps(node.body, places),
-                )  # fmt: skip
+                )
             )
         return tuple(steps)
 

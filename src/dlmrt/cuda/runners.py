@@ -158,5 +158,5 @@ def _captured(launches: list[Launch]) -> torch.cuda.CUDAGraph:
 
 
 def _on_raw_stream(stream: int) -> AbstractContextManager[object]:
-    context: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream))
+    context: AbstractContextManager[object] = torch.cuda.stream(torch.cuda.ExternalStream(stream))  # type: ignore[no-untyped-call]
     return context

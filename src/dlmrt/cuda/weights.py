@@ -32,7 +32,8 @@ def join(parts: Sequence[Packed], dtype: str, device: torch.device) -> Packed:
     """The rows of `parts`, which have the format `dtype`, as one weight on `device`."""
     values = [part.values.to(device) for part in parts]
     if dtype in ("float32", "bfloat16"):
-        return Packed(values=torch.cat([value.to(getattr(torch, dtype)) for value in values]).contiguous())
+        axis = max(values[0].ndim - 2, 0)  # rows; of stacked experts: of each one
+        return Packed(values=torch.cat([value.to(getattr(torch, dtype)) for value in values], axis).contiguous())
     first = parts[0]
     scales = [part.scales.to(device) for part in parts if part.scales is not None]
     shared = [part.shared.to(device) for part in parts if part.shared is not None]

@@ -86,8 +86,8 @@ class ChatTemplate:
         own_text = [*constants, *data, *self._variables.values()]
         self._own_specials = {special for special in self._specials if any(special in text for text in own_text)}
         pieces = {constant.strip() for constant in constants} - {""}
-        self._fenced = _alternatives([piece for piece in pieces if len(piece) > 1])
-        self._filled = _alternatives([piece for piece in pieces if len(piece) == 1 or _WORD.fullmatch(piece)])
+        self._fenced = _units((), [piece for piece in pieces if len(piece) > 1])
+        self._filled = _units(self._specials, [piece for piece in pieces if len(piece) == 1 or _WORD.fullmatch(piece)])
         self._control = re.compile("|".join(map(re.escape, self._specials)) or "(?!)")
         self._beginnings = tuple({text[:length] for text in self._specials for length in range(1, len(text))})
 
@@ -155,10 +155,9 @@ class ChatTemplate:
 
     def _is_word(self, text: str, key: str) -> bool:
         """Whether a string is one of the template's words, a role, or a name under which it finds a value."""
-        if self._control.fullmatch(text):
+        if self._control.fullmatch(text) or not _WORD.fullmatch(text):
             return False
-        is_compared = key not in _FREE_TEXT and text.lower() in self._words
-        return is_compared or (key in ("role", "") and _WORD.fullmatch(text) is not None)
+        return key in ("role", "") or (key not in _FREE_TEXT and text.lower() in self._words)
 
     def _fence(self, text: str, key: str, before: str, behind: str) -> str:
         if self._is_word(text, key):
@@ -168,7 +167,7 @@ class ChatTemplate:
     def _fill(self, text: str, key: str, mark: str) -> str:
         if self._is_word(text, key):
             return text
-        return self._filled.sub(lambda unit: unit[0] if unit[1] is None else mark, text)
+        return self._filled.sub(lambda unit: unit[0] if unit.lastindex is None else mark * len(unit[0]), text)
 
     def _fence_literals(self, text: str, before: str, behind: str) -> str:
         """Fences around the texts of control tokens.
@@ -184,10 +183,11 @@ class ChatTemplate:
         return fenced[:cut] + before + rest[0] + behind + rest[1:]
 
 
-def _alternatives(pieces: Collection[str]) -> re.Pattern[str]:
-    """Matches one of `pieces`, else a run of white space, else one character, which is group 1."""
+def _units(specials: Sequence[str], pieces: Collection[str]) -> re.Pattern[str]:
+    """Matches one of `specials`, of `pieces`, a run of white space or one character; first and last are groups."""
+    groups = [f"({re.escape(special)})" for special in specials]
     whole = [re.escape(piece) for piece in sorted(pieces, key=len, reverse=True)]
-    return re.compile("|".join([*whole, r"\s+", "(.)"]), re.DOTALL)
+    return re.compile("|".join([*groups, *whole, r"\s+", "(.)"]), re.DOTALL)
 
 
 def _outside(marked: str, text: str, before: str, behind: str) -> str | None:

@@ -186,8 +186,9 @@ def test_fp8_of_modelopt_shares_its_scale_between_fused_matrices(tmp_path, dense
         ({"format": "int8", "input_maxima": {}}, "int8 has no static scales"),
         ({"format": "fp8", "dialect": "modelopt"}, "needs calibrated scales"),
         ({"format": "nvfp4", "input_maxima": {}}, "lacks 7 modules, first model"),
-        ({"format": "bfloat16", "policy": "linears"}, "quantised formats"),
-        ({"format": "keep", "ignore": ["x"]}, "quantised formats"),
+        ({"format": "bfloat16", "policy": "linears"}, "policy: for quantised formats only"),
+        ({"format": "keep", "dialect": "modelopt"}, "dialect: for quantised formats only"),
+        ({"format": "keep", "ignore": ["x"]}, "ignore: for quantised formats only"),
         ({"format": "int8", "ignore": ["re:("]}, "no regular expression"),
     ],
 )

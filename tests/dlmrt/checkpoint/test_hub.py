@@ -124,3 +124,18 @@ def test_offline_without_a_copy_says_how(tmp_path):
     last = failed.stderr.strip().splitlines()[-1]
     assert failed.returncode == 1 and CheckpointError.__name__ in last
     assert "HF_HUB_OFFLINE" in last and "give a folder" in last
+
+
+def test_a_description_is_fetched_without_the_weights(checkpoint, monkeypatch):
+    """What a dry run asks for: no tensor file of a repository that may hold hundreds of gigabytes."""
+    asked = []
+
+    def snapshot(repo_id, revision, patterns):
+        asked.append(patterns)
+        return str(checkpoint)
+
+    monkeypatch.setattr(hub, "_snapshot", snapshot)
+    assert hub.resolve("org/model", needs_weights=False) == checkpoint
+    assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern]
+    assert hub.resolve("org/model") == checkpoint
+    assert any("safetensors" in pattern for pattern in asked[-1])

@@ -62,6 +62,8 @@ def test_nothing_is_overwritten(cli, tiny_model, tmp_path):
         (["--format", "int8", "--policy", "experts"], "use policy 'linears'"),
         (["--format", "int8", "--dialect", "modelopt"], "does not write int8"),
         (["--format", "int8", "--ignore", "*.nothing"], "matches no module"),
+        (["--format", "bf16", "--dialect", "modelopt"], "dialect: for quantised formats only"),
+        (["--format", "keep", "--calibrate", "/dev/stdin.txt"], "cannot read"),
         (["--format", "int8", "--max-shard-size", "much"], "is not a size"),
         (["--format", "fp8", "--calibrate", "none.txt"], "check the path of --calibrate"),
     ],

@@ -52,7 +52,7 @@ class StandInDriver:
     )  # fmt: skip
 
     @staticmethod
-    def CUgraphNodeParams():  # noqa: N802 the driver's name
+    def CUgraphNodeParams():
         return SimpleNamespace(type=None, conditional=SimpleNamespace(phGraph_out=None))
 
     def __getattribute__(self, name):

@@ -1,6 +1,8 @@
-"""The calls that `LoopGraph` makes on a stand-in of the driver, what the captured graph computes, and what it refuses."""
+"""What `LoopGraph` calls on a stand-in of the driver, what the captured graph computes, and what it refuses."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +40,7 @@ def test_bodies_are_nested_and_every_node_waits_for_the_one_before_it():
     for graph in bodies:
         numbers = driver.graphs[graph]
         assert driver.nodes[numbers[0]].dependencies == ()
-        for before, after in zip(numbers, numbers[1:], strict=False):
+        for before, after in pairwise(numbers):
             assert driver.nodes[after].dependencies == (before,)
     assert not driver.capturing and not driver.current
 

@@ -217,6 +217,31 @@ def test_control_tokens_that_templates_make_of_roles():
     assert codec.tokenizer.decode(ids, skip_special_tokens=False) == "<|x|><|tool|>tool<|end|>"
 
 
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        # a name that is a word of the template but for its letters
+        ("{{ m.name | lower }}{% if m.role == '<|im_end|>' %}x{% endif %}", {"name": "<|IM_END|>"}),
+        # pieces of the token are words and signs that the template looks for, and it cuts strings
+        (
+            "{{ m.content.split('[')[-1] if m.role == 'MASK' or m.role == ']' else m.content[:99] }}",
+            {"content": "[MASK]"},
+        ),
+        ("{{ m.content[0:99] }}{{ m.content.count('[') * 0 }}{{ 'MASK' if 0 else '' }}", {"content": "a[MASK]"}),
+    ],
+)
+def test_words_of_the_template_in_a_users_mouth(template, message):
+    codec = TextCodec(
+        byte_level(["[MASK]", "<|im_end|>"]), template="{% for m in messages %}" + template + "{% endfor %}"
+    )
+    try:
+        ids = codec.encode_messages([{"role": "user", **message}])
+    except UsageError as error:
+        assert "transforms it" in str(error)
+        return
+    assert control(codec, ids) == []
+
+
 def test_a_template_that_reads_the_clock_is_rendered_at_one_time():
     template = ChatTemplate("{{ strftime_now('%f') }} {{ messages[0].content }}", {}, ["<x>"])
     assert "strftime_now" not in template.options

@@ -43,14 +43,9 @@ class RouteSigmoid : public Op {
 class RouteSoftmax : public Op {
  public:
   explicit RouteSoftmax(const Fields& f)
-      : rows_(f), args_{f.get<float>("logits"),
-                        f.get<float>("expert_scale"),
-                        0,
-                        f.integer("num_experts"),
-                        f.integer("top_k"),
-                        static_cast<float>(f.number("factor")),
-                        f.get<int32_t>("experts"),
-                        f.get<float>("weights")} {}
+      : rows_(f), args_{f.get<float>("logits"),    f.get<float>("expert_scale"), 0,
+                        f.integer("num_experts"),  f.integer("top_k"),           static_cast<float>(f.number("factor")),
+                        f.get<int32_t>("experts"), f.get<float>("weights")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, 1, [&](Range r, int worker) { route_softmax(args_, r, c.worker_scratch(worker)); });
@@ -65,8 +60,9 @@ class RouteSoftmax : public Op {
 class GroupChoices : public Op {
  public:
   explicit GroupChoices(const Fields& f)
-      : rows_(f), args_{f.get<int32_t>("experts"),  0, f.integer("num_experts"), f.integer("top_k"),
-                        f.get<ExpertRuns>("runs"), f.get<int32_t>("place")} {}
+      : rows_(f),
+        args_{f.get<int32_t>("experts"), 0, f.integer("num_experts"), f.integer("top_k"), f.get<ExpertRuns>("runs"),
+              f.get<int32_t>("place")} {}
   void run(const Context&) override {
     args_.rows = rows_();
     group_choices(args_);
@@ -80,9 +76,9 @@ class GroupChoices : public Op {
 class GatherRows : public Op {
  public:
   explicit GatherRows(const Fields& f)
-      : rows_(f), args_{operand(f, "cells", "scales", f.integer("width")),
-                        operand(f, "run_cells", "run_scales", f.integer("width")), f.integer("top_k"),
-                        f.get<int32_t>("place")} {}
+      : rows_(f),
+        args_{operand(f, "cells", "scales", f.integer("width")),
+              operand(f, "run_cells", "run_scales", f.integer("width")), f.integer("top_k"), f.get<int32_t>("place")} {}
   void run(const Context& c) override {
     c.pool.split(rows_() * args_.choices, 1, [&](Range r, int) { gather_rows(args_, r); });
   }
@@ -143,8 +139,8 @@ class ExpertGate : public Op {
 class Combine : public Op {
  public:
   explicit Combine(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"),    f.get<int32_t>("place"), f.get<float>("weights"), 0,
-                        f.integer("top_k"),   f.integer("width"),      f.get<float>("y")} {}
+      : rows_(f), args_{f.get<float>("x"),  f.get<int32_t>("place"), f.get<float>("weights"), 0,
+                        f.integer("top_k"), f.integer("width"),      f.get<float>("y")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.combine(args_, r); });

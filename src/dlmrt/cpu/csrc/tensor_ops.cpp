@@ -15,8 +15,14 @@ Operand operand(const Fields& f, int64_t width) {
 class Embed : public Op {
  public:
   explicit Embed(const Fields& f)
-      : rows_(f), args_{f.dtype("table_dtype"), f.get<void>("table"), f.get<int32_t>("ids"), 0,
-                        f.integer("width"),     f.get<float>("x"),   f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f} {}
+      : rows_(f),
+        args_{f.dtype("table_dtype"),
+              f.get<void>("table"),
+              f.get<int32_t>("ids"),
+              0,
+              f.integer("width"),
+              f.get<float>("x"),
+              f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.embed(args_, r); });
@@ -103,8 +109,7 @@ class GatedProduct : public Op {
 
 class Scale : public Op {
  public:
-  explicit Scale(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"), f.get<float>("factor"), 0, f.integer("width")} {}
+  explicit Scale(const Fields& f) : rows_(f), args_{f.get<float>("x"), f.get<float>("factor"), 0, f.integer("width")} {}
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scale(args_, r); });

@@ -14,7 +14,8 @@ class PackedWeight {
  public:
   // Bytes of panels, scales and sums.
   static int64_t num_bytes(DType dtype, int32_t group, int64_t n, int64_t k, int64_t count) {
-    return count * (num_panels(n) * panel_bytes(dtype, group, k) + columns(n) * (scale_bytes(dtype) + sum_bytes(dtype)));
+    return count *
+           (num_panels(n) * panel_bytes(dtype, group, k) + columns(n) * (scale_bytes(dtype) + sum_bytes(dtype)));
   }
 
   // Room for `count` matrices [n, k].

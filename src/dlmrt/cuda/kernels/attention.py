@@ -21,9 +21,9 @@ import triton.language as tl
 
 @triton.jit
 def attention(
-    q, cache, visible, first, acc_out, lse_out, rows, M: tl.constexpr, scale, N: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
-    HP: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, HAS_FIRST: tl.constexpr,
-    CDT: tl.constexpr,
+    q, cache, visible, first, acc_out, lse_out, rows, M: tl.constexpr, scale, N: tl.constexpr, G: tl.constexpr,
+    H: tl.constexpr, HP: tl.constexpr, CHUNK: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr,
+    HAS_FIRST: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
     """Row m over positions [first[m], visible[m]) of one chunk. Grid: tiles of rows x N / G heads, G, J.
 

@@ -28,25 +28,34 @@ def is_cancelled(cancel):
 
 
 @triton.jit
-def committed_visible(positions, end, BLOCK: tl.constexpr):
-    """Positions that committed rows at `positions` see when `end` exist: whole blocks, or all before (BLOCK 0)."""
+def committed_visible(positions, num_prefill, end, BLOCK: tl.constexpr):
+    """Positions that committed rows at `positions` see when `end` exist: whole blocks, or all before (BLOCK 0).
+
+    The prefill ends where a block does; what stands before the first whole block is a block of its own.
+    """
     if BLOCK == 0:
-        return positions + 1
-    return tl.minimum(end, (positions // BLOCK + 1) * BLOCK)
+        visible = positions + 1
+    else:
+        grid = num_prefill % BLOCK
+        whole = (tl.maximum(positions - grid, 0) // BLOCK + 1) * BLOCK + grid
+        visible = tl.minimum(end, tl.where(positions < grid, grid, whole))
+    return visible
 
 
 @triton.jit
 def noise(slots, step, block, allowed, num_allowed, key, MASK: tl.constexpr):
     """What open slots hold: the mask, or ids of the noise stream."""
     if MASK >= 0:
-        return tl.zeros_like(slots) + MASK
-    group = (slots // 4).to(tl.uint32)
-    zero = tl.zeros_like(group)
-    w0, w1, w2, w3 = tl.philox(tl.load(key), group, zero + step.to(tl.uint32), zero + block.to(tl.uint32), zero)
-    at = slots % 4
-    word = tl.where(at == 0, w0, tl.where(at == 1, w1, tl.where(at == 2, w2, w3)))
-    index = (word.to(tl.uint64) * tl.load(num_allowed).to(tl.uint64)) >> 32
-    return tl.load(allowed + index.to(tl.int64))
+        ids = tl.zeros_like(slots) + MASK
+    else:
+        group = (slots // 4).to(tl.uint32)
+        zero = tl.zeros_like(group)
+        w0, w1, w2, w3 = tl.philox(tl.load(key), group, zero + step.to(tl.uint32), zero + block.to(tl.uint32), zero)
+        at = slots % 4
+        word = tl.where(at == 0, w0, tl.where(at == 1, w1, tl.where(at == 2, w2, w3)))
+        index = (word.to(tl.uint64) * tl.load(num_allowed).to(tl.uint64)) >> 32
+        ids = tl.load(allowed + index.to(tl.int64))
+    return ids
 
 
 @triton.jit
@@ -73,14 +82,19 @@ def prefill_chunk(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step 1: the rows of the next chunk."""
-    begin = tl.load(context)
-    count = tl.minimum(CHUNK, tl.load(num_prefill) - begin)
+    begin, prefill = tl.load(context), tl.load(num_prefill)
+    size = prefill * 0 + CHUNK
+    if BLOCK > 0:
+        # The first chunk ends where a block does, as all later ones then do.
+        grid = prefill % BLOCK
+        size = tl.where((begin == 0) & (grid > 0), CHUNK - BLOCK + grid, size)
+    count = tl.minimum(size, prefill - begin)
     i = tl.arange(0, CP)
     place = begin + i
     tl.store(chunk_rows, count)
     tl.store(ids + i, tl.load(prompt + place, mask=i < count, other=0), mask=i < count)
     tl.store(positions + i, place, mask=i < count)
-    tl.store(visible + i, committed_visible(place, begin + count, BLOCK), mask=i < count)
+    tl.store(visible + i, committed_visible(place, prefill, begin + count, BLOCK), mask=i < count)
 
 
 @triton.jit
@@ -95,9 +109,9 @@ def finish_chunk(chunk_rows, num_prefill, cancel, context, num_prefill_forwards,
 
 @triton.jit
 def start_block(
-    prompt, num_prompt, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key, end_reason, canvas,
-    answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps, num_repeats, num_settled,
-    has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
+    prompt, num_prompt, num_prefill, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key,
+    end_reason, canvas, answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps,
+    num_repeats, num_settled, has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
     IS_CAUSAL: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """Steps 2 and 3."""
@@ -120,7 +134,7 @@ def start_block(
         tl.store(visible + i, place + 1, mask=is_slot)
     else:
         tl.store(visible + i, tl.zeros_like(i) + begin + L, mask=is_slot)
-    tl.store(commit_visible + i, committed_visible(place, begin + L, BLOCK), mask=is_slot)
+    tl.store(commit_visible + i, committed_visible(place, tl.load(num_prefill), begin + L, BLOCK), mask=is_slot)
     tl.store(step, zero)
     tl.store(num_full_steps, zero)
     tl.store(num_repeats, zero)
@@ -196,7 +210,7 @@ def commit_threshold(
     is_full = tl.sum(stays_open.to(tl.int32), 0) == 0
     num_changed = tl.sum(edited.to(tl.int32), 0)
     full_steps = tl.load(num_full_steps) + was_full.to(tl.int32)
-    is_settled = num_changed == num_changed
+    is_settled = num_changed >= 0
     if IS_EDITED:
         is_settled = (full_steps >= tl.load(max_post_edit_steps)) | (was_full & (num_changed == 0))
     tl.store(canvas + i, ids, mask=is_slot)

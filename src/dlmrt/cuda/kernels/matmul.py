@@ -23,8 +23,8 @@ import triton.language as tl
 
 @triton.jit
 def matmul(
-    x, weight, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, CDT: tl.constexpr,
+    x, weight, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
     """part[s, m, n] = sum over the s-th PER inputs of x[m, k] weight[n, k]. Grid: N tiles, M tiles, S."""
     if tl.program_id(1) * BM >= tl.load(rows):
@@ -46,8 +46,8 @@ def matmul(
 
 @triton.jit
 def matmul_fp8(
-    x, weight, scales, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CDT: tl.constexpr,
+    x, weight, scales, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BLOCK: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
     """As `matmul` with e4m3 weights; BLOCK 0: a scale a row, else a scale for BLOCK x BLOCK values (BK = BLOCK)."""
     if tl.program_id(1) * BM >= tl.load(rows):
@@ -89,9 +89,9 @@ def matmul_nvfp4(
     x, codes, block_scales, shared, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
-    """As `matmul` with NVFP4 weights and plain operands: codes uint8 [N, K / 2], block_scales e4m3 [N, K / 16],
-    shared float32 [N], the scale of the matrix that each row came from.
+    """As `matmul` with NVFP4 weights and plain operands.
 
+    codes uint8 [N, K / 2]; block_scales e4m3 [N, K / 16]; shared float32 [N], the scale of each row's own matrix.
     Columns stay packed: even and odd ones are two products, so nothing is interleaved.
     """
     if tl.program_id(1) * BM >= tl.load(rows):

@@ -16,14 +16,10 @@ import triton.language as tl
 
 @triton.jit
 def load_sum(x, part, at, mask, STRIDE: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr):
-    """x[at] plus part[0, at], part[1, at], ... in this order."""
-    if HAS_X:
-        total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
-    else:
-        total = tl.load(part + at, mask=mask, other=0.0)
-    for split in tl.static_range(S):
-        if HAS_X or split > 0:
-            total += tl.load(part + split * STRIDE + at, mask=mask, other=0.0)
+    """x[at] plus part[0, at], part[1, at], ... in this order; without x, `x` is `part`."""
+    total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    for split in tl.static_range(0 if HAS_X else 1, S):
+        total += tl.load(part + split * STRIDE + at, mask=mask, other=0.0)
     return total
 
 
@@ -41,8 +37,8 @@ def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
 
 @triton.jit
 def sum_rows(
-    x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr, HAS_X: tl.constexpr,
-    HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
+    x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
     """y = cap(scale * (x + sum of part) * factor). Grid: rows, tiles of D."""
     row = tl.program_id(0)
@@ -87,17 +83,22 @@ def activate(gate, IS_GELU: tl.constexpr):
     """silu, or gelu with the tanh form: x sigmoid(2 c (x + 0.044715 x^3))."""
     if IS_GELU:
         inner = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
-        return gate / (1.0 + tl.exp(-inner))
-    return gate / (1.0 + tl.exp(-gate))
+    else:
+        inner = gate
+    return gate / (1.0 + tl.exp(-inner))
 
 
 @triton.jit
 def gate(
-    part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr
-):
-    """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F."""
+    part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr,
+    ENTRIES: tl.constexpr,
+):  # fmt: skip
+    """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F.
+
+    ENTRIES: values of one row, one for each expert that it chose; 1 without experts.
+    """
     row = tl.program_id(0)
-    if row >= tl.load(rows):
+    if row >= tl.load(rows) * ENTRIES:
         return
     f = tl.program_id(1) * BF + tl.arange(0, BF)
     stride = M * 2 * F
@@ -110,20 +111,21 @@ def gate(
 
 @triton.jit
 def head_vector(
-    part, at, weight, STRIDE: tl.constexpr, h, eps, S: tl.constexpr, H: tl.constexpr, HAS_WEIGHT: tl.constexpr, rstd
-):
-    """Numbers `h` of the head that begins at `at`, normalised by `rstd` and weighted."""
-    values = load_sum(part, part, at + h, h < H, STRIDE, S, HAS_X=False) * rstd
-    if HAS_WEIGHT:
-        values *= tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+    part, bias, row, column, h, M: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, S: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):  # fmt: skip
+    """Numbers `h` of the head at `column` of one row of partial sums [S, M, WIDTH]."""
+    values = load_sum(part, part, row.to(tl.int64) * WIDTH + column + h, h < H, M * WIDTH, S, HAS_X=False)
+    if HAS_BIAS:
+        values += tl.load(bias + column + h, mask=h < H, other=0.0).to(tl.float32)
     return values
 
 
 @triton.jit
 def qk_norm_rope_store(
-    part, q_norm, k_norm, cos, sin, positions, q, cache, rows, M: tl.constexpr, eps, N: tl.constexpr, G: tl.constexpr,
-    H: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, IS_VALUE_NORMED: tl.constexpr,
-    IS_VALUE_KEY: tl.constexpr,
+    part, bias, q_norm, k_norm, cos, sin, positions, q, cache, rows, M: tl.constexpr, eps, N: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, R: tl.constexpr, S: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_VALUE_NORMED: tl.constexpr, IS_VALUE_KEY: tl.constexpr,
 ):  # fmt: skip
     """Norm and rotate the heads of q and k, write q [M, N, H] and the rows' keys and values into the cache.
 
@@ -137,26 +139,26 @@ def qk_norm_rope_store(
     h = tl.arange(0, HP)
     position = tl.load(positions + row).to(tl.int64)
     WIDTH: tl.constexpr = (N + G) * H if IS_VALUE_KEY else (N + 2 * G) * H
-    stride = M * WIDTH
     source = head
     if IS_VALUE_KEY:
         source = tl.where(head >= N + G, head - G, head)
-    at = row.to(tl.int64) * WIDTH + source * H
-    values = load_sum(part, part, at + h, h < H, stride, S, HAS_X=False)
-    rstd = tl.rsqrt(tl.sum(values * values, 0) / H + eps)
+    mine = head_vector(part, bias, row, source * H, h, M, WIDTH, H, S, HAS_BIAS)
+    rstd = tl.rsqrt(tl.sum(mine * mine, 0) / H + eps)
     if head >= N + G:
         if IS_VALUE_NORMED:
-            values *= rstd
+            mine *= rstd
         place = (position * 2 + 1) * G * H + (head - N - G) * H + h
-        tl.store(cache + place, values.to(cache.dtype.element_ty), mask=h < H)
+        tl.store(cache + place, mine.to(cache.dtype.element_ty), mask=h < H)
         return
-    weight = k_norm
-    if head < N:
-        weight = q_norm
     # Pairs that turn are (i, i + R / 2); the partner is read again, which costs a cached line and no shuffle.
     partner = tl.where(h < R // 2, h + R // 2, tl.where(h < R, h - R // 2, h))
-    mine = head_vector(part, at, weight, stride, h, eps, S, H, True, rstd)
-    other = head_vector(part, at, weight, stride, partner, eps, S, H, True, rstd)
+    other = head_vector(part, bias, row, source * H, partner, M, WIDTH, H, S, HAS_BIAS)
+    if HAS_NORM:
+        weight = k_norm
+        if head < N:
+            weight = q_norm
+        mine *= rstd * tl.load(weight + h, mask=h < H, other=0.0).to(tl.float32)
+        other *= rstd * tl.load(weight + partner, mask=h < H, other=0.0).to(tl.float32)
     angle = position * (R // 2) + h % (R // 2)
     turned_cos = tl.load(cos + angle, mask=h < R, other=1.0)
     turned_sin = tl.load(sin + angle, mask=h < R, other=0.0)
@@ -166,6 +168,15 @@ def qk_norm_rope_store(
     else:
         place = position * 2 * G * H + (head - N) * H + h
         tl.store(cache + place, turned.to(cache.dtype.element_ty), mask=h < H)
+
+
+@triton.jit
+def window_start(positions, first, rows, WINDOW: tl.constexpr, IS_SHARED: tl.constexpr, MP: tl.constexpr):
+    """First position that each row sees; IS_SHARED: all rows see what the first one sees. Grid: 1."""
+    m = tl.arange(0, MP)
+    is_row = m < tl.load(rows)
+    place = tl.load(positions + (m * 0 if IS_SHARED else m), mask=is_row, other=0)
+    tl.store(first + m, tl.maximum(place - WINDOW + 1, 0), mask=is_row)
 
 
 @triton.jit
@@ -185,9 +196,11 @@ def residual_add(
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
+    wanted = 1
     if HAS_WHERE:
-        if tl.load(where + row) == 0:
-            return
+        wanted = tl.load(where + row).to(tl.int32)
+    if wanted == 0:
+        return
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     at = row.to(tl.int64) * D + d
     delta = load_sum(part, part, at, d < D, M * D, S, HAS_X=False)
@@ -207,13 +220,16 @@ def hidden_store(hidden, positions, cache, rows, D: tl.constexpr, DP: tl.constex
 
 @triton.jit
 def shift(hidden, cache, context, y, rows, D: tl.constexpr, DP: tl.constexpr):
-    """y[m] = hidden[m - 1], y[0] = cache[context - 1], as operand. Grid: rows."""
+    """y[m] = hidden[m - 1], y[0] = cache[context - 1], as operand. Grid: rows.
+
+    Slot 0 of a whole sequence has no row before it: it is the prompt's, so what it reads is not used.
+    """
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
     d = tl.arange(0, DP)
     if row == 0:
-        values = tl.load(cache + (tl.load(context) - 1).to(tl.int64) * D + d, mask=d < D)
+        values = tl.load(cache + tl.maximum(tl.load(context) - 1, 0).to(tl.int64) * D + d, mask=d < D)
     else:
         values = tl.load(hidden + (row - 1).to(tl.int64) * D + d, mask=d < D)
     tl.store(y + row.to(tl.int64) * D + d, values.to(y.dtype.element_ty), mask=d < D)

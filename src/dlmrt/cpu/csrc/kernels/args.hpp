@@ -102,7 +102,8 @@ struct LinearArgs {
   int64_t ld_out;      // elements between rows of out, >= N
   int32_t accumulate;  // 1: add to out
 };
-// Scratch of one worker: kBlockRows rows in the form that 4-bit weights are multiplied with, and a number per row and block.
+// Scratch of one worker: kBlockRows rows in the form that 4-bit weights are multiplied with, and a number per row and
+// block.
 constexpr int64_t weight_scratch_bytes(const Weight& w) {
   return w.dtype == DType::kNVFP4 || w.dtype == DType::kInt4
              ? kBlockRows * (padded_width(w.k) + ceil_div(padded_width(w.k), w.group) * int64_t{sizeof(int32_t)})
@@ -181,8 +182,8 @@ struct QkvArgs {
   int32_t is_v_from_k;  // no v heads: v is k before its norm
 };
 
-// softmax(q k^T) v over cache positions [first[m], visible[m]); a row that sees nothing gets zeros. Units: kv head * row
-// tile of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
+// softmax(q k^T) v over cache positions [first[m], visible[m]); a row that sees nothing gets zeros. Units: kv head by
+// row tile of 8. Up to `chunk` positions the softmax is exact in one piece, beyond it is carried from chunk to chunk in
 // ascending order. A position behind those that a row sees is never multiplied, so its non-finite values cannot reach
 // the row; those just before `first` are multiplied by 0.
 struct AttentionArgs {
@@ -293,7 +294,7 @@ struct ExpertRun {
 // Runs of ascending experts; those that no row chose have none.
 struct ExpertRuns {
   int32_t count;
-  int32_t rows;  // end of the last run
+  int32_t rows;      // end of the last run
   ExpertRun run[1];  // `count` of them
 };
 constexpr int64_t expert_runs_bytes(int64_t experts) {
@@ -306,8 +307,8 @@ constexpr int64_t expert_rows(int64_t choices, int64_t experts) {
 
 // As LinearArgs for each run with the weight of its expert. Units: runs * panels of one expert.
 struct ExpertLinearArgs {
-  Weight weight;                                         // of expert 0
-  int64_t panel_stride, scale_stride, sum_stride;        // from one expert to the next: bytes, columns, columns
+  Weight weight;                                   // of expert 0
+  int64_t panel_stride, scale_stride, sum_stride;  // from one expert to the next: bytes, columns, columns
   Operand input;
   const ExpertRuns* runs;
   float* out;

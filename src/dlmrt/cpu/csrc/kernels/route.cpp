@@ -147,7 +147,8 @@ void group_choices(const GroupArgs& t) {
     ExpertRun& r = run[t.chosen[i]];
     t.place[i] = r.begin + r.rows++;
   }
-  t.runs->count = static_cast<int32_t>(std::remove_if(run, run + t.experts, [](const ExpertRun& r) { return !r.rows; }) - run);
+  t.runs->count =
+      static_cast<int32_t>(std::remove_if(run, run + t.experts, [](const ExpertRun& r) { return !r.rows; }) - run);
   t.runs->rows = begin;
 }
 

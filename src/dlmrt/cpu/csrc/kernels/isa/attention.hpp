@@ -18,9 +18,9 @@ struct AttentionTile {
   const uint8_t* q;  // operand group of the tile
   int rows;
   int64_t visible[kRowGroup], begins[kRowGroup];  // a row sees [begins, visible)
-  float* scores;     // [8][stride], then probabilities
-  uint8_t* weights;  // operand group of probabilities, chunk wide
-  float* sums;       // [8][H padded]
+  float* scores;                                  // [8][stride], then probabilities
+  uint8_t* weights;                               // operand group of probabilities, chunk wide
+  float* sums;                                    // [8][H padded]
   float top[kRowGroup], total[kRowGroup];
   int64_t stride;  // between rows of scores: no more than needed, as rows a power of two apart share cache sets
 

@@ -18,9 +18,23 @@
 namespace dlmrt::cpu {
 extern const KernelTable DLMRT_JOIN(table_, DLMRT_ISA);
 const KernelTable DLMRT_JOIN(table_, DLMRT_ISA) = {
-    DLMRT_TEXT(DLMRT_ISA), linear,     rms_norm,      quantize_rows,      silu_mul,   gelu_mul,
-    scaled_add,            qk_norm_rope_store,        attention,          head_stats, head_merge,
-    embed,                 probabilities,             soft_embedding,     scale,      soft_cap,
-    expert_linear,         combine,
+    DLMRT_TEXT(DLMRT_ISA),
+    linear,
+    rms_norm,
+    quantize_rows,
+    silu_mul,
+    gelu_mul,
+    scaled_add,
+    qk_norm_rope_store,
+    attention,
+    head_stats,
+    head_merge,
+    embed,
+    probabilities,
+    soft_embedding,
+    scale,
+    soft_cap,
+    expert_linear,
+    combine,
 };
 }  // namespace dlmrt::cpu
