@@ -50,7 +50,11 @@ def make() -> Callable[..., TrainRecipe]:
     def recipe(**changes: dict[str, Any]) -> TrainRecipe:
         given: dict[str, tuple[type, dict[str, Any]]] = {
             "prompts": (PromptSection, {"tasks": ("spell_backward",), "per_update": 2}),
-            "rollout": (RolloutSection, {"responses": 2, "setting": "threshold=0.999,temperature=1", "workers": 1}),
+            # a fixed number of steps: by threshold the model is done with these words before it needs a residual
+            "rollout": (
+                RolloutSection,
+                {"responses": 2, "setting": "commit_rule=steps,max_denoising_steps=4,temperature=1", "workers": 1},
+            ),
             "keep": (KeepSection, {}),
             "states": (StatesSection, {"per_block": 1}),
             "loss": (LossSection, {}),
