@@ -63,7 +63,7 @@ class CompletionsEndpoint:
         watcher = asyncio.create_task(self._watch(receive, job))
         timer = asyncio.get_running_loop().call_later(service.config.request_timeout_s, self._expire, job)
         try:
-            reply = await asyncio.to_thread(service.prepare, call, job)
+            reply = await asyncio.get_running_loop().run_in_executor(service.preparer, service.prepare, call, job)
             service.slot.start(job)
             await (self._stream(reply, outlet) if call.stream else self._plain(reply, outlet))
         finally:

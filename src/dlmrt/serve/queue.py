@@ -87,6 +87,7 @@ class Slot:
         self._step_timeout_s, self._on_stuck = step_timeout_s, on_stuck
         self.is_closed = False
         self.running: Job | None = None
+        self._alarm: asyncio.TimerHandle | None = None  # set when the running job is cut
         self._turn = asyncio.Lock()  # wakes waiters in the order of their arrival
         self._tasks: dict[Job, asyncio.Task[None] | None] = {}  # admitted jobs; no task yet while they are prepared
         self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dlmrt-engine")
@@ -125,7 +126,7 @@ class Slot:
             return
         if job is self.running:
             if not job.cancel.is_set():
-                asyncio.get_running_loop().call_later(self._step_timeout_s, self._look, job)
+                self._alarm = asyncio.get_running_loop().call_later(self._step_timeout_s, self._look, job)
             job.end(reason)
             return
         job.cut, job.is_over = reason, True
@@ -155,6 +156,9 @@ class Slot:
             try:
                 await asyncio.get_running_loop().run_in_executor(self._worker, job.run)
             finally:
+                if self._alarm is not None:
+                    self._alarm.cancel()  # it would keep the job, with its events, until it is due
+                    self._alarm = None
                 self._mean_s += 0.2 * (time.perf_counter() - job.began - self._mean_s)
                 self.running, job.is_over = None, True
                 del self._tasks[job]

@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,6 +59,8 @@ class Service:
         self.slot = Slot(
             max_queue=config.max_queue, step_timeout_s=config.step_timeout_s, on_stuck=self._give_up
         )  # fmt: skip
+        # One thread: a tokenizer keeps caches of megabytes for each thread that has used it.
+        self.preparer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dlmrt-prepare")
         self.is_stuck = False
         self.end_server: Callable[[], None] = lambda: None  # set by whoever runs the server
         self.metrics = Metrics(config.model)
