@@ -49,7 +49,7 @@ class Batch:
 
 def batch_loss(
     params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, *, self_condition: bool, denominator: float,
-    run_first_pass: bool = False,
+    run_first_pass: bool = False, banned: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
     """Weighted cross-entropy of one micro-batch, and the accuracy on next tokens and on unresolved slots.
 
@@ -58,9 +58,10 @@ def batch_loss(
         denominator: sum of weights over the whole step.
         run_first_pass: run it even if its result is not used but replaced by 0, because another process of a sharded
             model does: collectives, and which parameters get a gradient, must match.
+        banned: bool [V], ids that decoding never predicts; they have no share in the soft embedding.
     """
     attend = batch.attend(config)
-    z = _first_pass(params, config, batch, attend) if self_condition or run_first_pass else None
+    z = _first_pass(params, config, batch, attend, banned) if self_condition or run_first_pass else None
     if z is not None and not self_condition:
         z = torch.zeros_like(z)
     where = batch.is_noisy
@@ -78,10 +79,13 @@ def batch_loss(
 
 
 @torch.no_grad()
-def _first_pass(params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, attend: ops.MaskedAttention) -> Tensor:
+def _first_pass(
+    params: Mapping[str, Tensor], config: ModelConfig, batch: Batch, attend: ops.MaskedAttention, banned: Tensor | None
+) -> Tensor:
     """Residual z [B, T, D] of the noisy rows, 0 elsewhere."""
     hidden = qwen3.forward(ops, params, config, batch.ids, batch.positions, attend)
-    probs = qwen3.head(ops, params, config, batch.predictors(hidden, batch.is_noisy)).float().softmax(-1)
+    logits = qwen3.head(ops, params, config, batch.predictors(hidden, batch.is_noisy))
+    probs = ops.emittable_probs(logits, banned)
     z = torch.zeros_like(hidden)
     z[batch.is_noisy] = qwen3.soft_embedding(ops, params, config, probs).to(z.dtype)
     return z

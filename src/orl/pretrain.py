@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from dlmrt.checkpoint.save import save_checkpoint
+from dlmrt.decode.sampling import banned_ids
 from dlmrt.models import qwen3
 from dlmrt.models.config import ModelConfig
 from orl.data import PackedStream
@@ -139,6 +140,8 @@ class Run:
             load_init(params, self.config, recipe.run.init)
         self.params = ShardedParams({name: tensor.to(ranks.device) for name, tensor in params.items()})
         self.optimizers = Optimizers(self.params.parameters(), recipe.optim)
+        self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
+        self.banned[torch.from_numpy(banned_ids(self.config, self.codec.known_ids)).long()] = True
         noise = noise_of(self.config, self.codec)
         self.stream = PackedStream(recipe.data, recipe.objective, noise, self.codec, recipe.run.seed)
         if saved is not None:
@@ -152,7 +155,9 @@ class Run:
         """
         section, began = self.recipe.optim, time.monotonic()
         bins = self.stream.take(section.bins_per_step)
-        entry = accumulate_gradients(self.params, self.config, self.recipe, bins, self.step, self.ranks)
+        entry = accumulate_gradients(
+            self.params, self.config, self.recipe, bins, self.step, self.ranks, banned=self.banned
+        )  # fmt: skip
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.params.parameters().values(), section.grad_clip)))
         ratio = learning_rate_ratio(self.step, section.steps, section.warmup_steps, section.lr_end_ratio)
         reason = _unusable(entry, norm)
@@ -219,7 +224,7 @@ class Run:
 
 def accumulate_gradients(
     params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int,
-    ranks: Ranks | None = None,
+    ranks: Ranks | None = None, *, banned: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Add up the gradients of one step's micro-batches; the denominator is the whole step's.
 
@@ -248,7 +253,7 @@ def accumulate_gradients(
         ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
             return batch_loss(
                 params, config, batch, self_condition=self_condition, denominator=denominator,
-                run_first_pass=run_first_pass,
+                run_first_pass=run_first_pass, banned=banned,
             )  # fmt: skip
 
         device = torch.device(ranks.device).type

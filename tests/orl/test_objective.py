@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from dlmrt.decode.sampling import Sampling, predict
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.models import qwen3
 from dlmrt.ops import eager as ops
@@ -274,17 +275,23 @@ def test_canvas_rows_equal_what_the_decoder_computes(
 def test_two_pass_z_is_what_the_decoder_feeds_back(
     make_recipe, make_model, make_examples, tiny_noise, consumed_z: list[Tensor], logit_shift: int
 ):
-    """z of the first pass == soft embedding of the executor's own prediction for that canvas at temperature 1."""
+    """z of the first pass == soft embedding of what decoding predicts for that canvas at T = 1, without banned ids."""
     recipe = make_recipe(objective={"kind": "uniform"}, model={"logit_shift": logit_shift})
     config, params = make_model(recipe)
     (bin_,) = pack(rows_of(recipe, tiny_noise, make_examples(2, seed=3)), 300)
     batch = Batch([bin_])
-    batch_loss(params, config, batch, self_condition=True, denominator=1.0)
+    ids = np.array([0, 5, config.vocab_size - 1], dtype=np.int32)
+    banned = torch.isin(torch.arange(config.vocab_size), torch.from_numpy(ids))
+    batch_loss(params, config, batch, self_condition=True, denominator=1.0, banned=banned)
     (z,) = consumed_z
     denoiser = EagerDenoiser({name: p.detach() for name, p in params.items()}, config)
     start = int(bin_.block_start[(bin_.segment == 0) & (bin_.copy == 1)].min())
     at = np.flatnonzero((bin_.segment == 0) & (bin_.copy == 1) & (bin_.block_start == start))
     denoiser.extend(bin_.ids[(bin_.segment == 0) & (bin_.copy == CLEAN)][:start])
-    logits = torch.from_numpy(denoiser.forward(bin_.ids[at], None, None))
-    expected = denoiser.soft_embedding(logits.softmax(-1).numpy())
+    sampling = Sampling(temperature=1.0, is_greedy=True, seed=0)
+    prediction = predict(
+        denoiser.forward(bin_.ids[at], None, None), sampling, ids, block=0, step=0, with_probs=True
+    )  # fmt: skip
+    assert prediction.probs_LV is not None
+    expected = denoiser.soft_embedding(prediction.probs_LV)
     np.testing.assert_allclose(z[0, at].numpy(), expected, atol=TOLERANCE)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,7 +87,7 @@ def serve(
     ] = None,
     no_graphs: Annotated[
         bool,
-        typer.Option("--no-graphs", "--enforce-eager", help="Accepted; no executor here captures CUDA graphs."),
+        typer.Option("--no-graphs", "--enforce-eager", help="No CUDA graphs, same tokens; as DLMRT_CUDA_GRAPH=off."),
     ] = False,
     tensor_parallel_size: Annotated[
         int, typer.Option("--tensor-parallel-size", "--tp", "--tp-size", min=1, max=1, help="Only 1.")
@@ -111,7 +112,7 @@ def serve(
     if trust_remote_code:
         notice("--trust-remote-code is never needed: no code of a checkpoint is run", quiet=quiet)
     if no_graphs:
-        notice("--no-graphs changes nothing: no executor here captures CUDA graphs", quiet=quiet)
+        os.environ["DLMRT_CUDA_GRAPH"] = "off"  # the cuda executor reads it; others have none
     name = model_argument or model or DEFAULT_MODEL
     names = served_model_name or [Path(name).resolve().name if Path(name).is_dir() else name]
     config = _decode_config(decode_file, diffusion_config, algorithm, decode)

@@ -70,8 +70,8 @@ class CpuDenoiser:
         self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is packed now.
         self._store.reserve(1, 0)
+        self._canvas(self.diffusion.canvas_length)  # first: it reads the head, the largest matrix
         self._extension()
-        self._canvas(self.diffusion.canvas_length)
         if self.has_residual:
             self._soft(self.diffusion.canvas_length)
         self._store.release_params()

@@ -19,6 +19,7 @@ from dlmrt.cpu import _native
 from dlmrt.cpu.experts import Experts
 from dlmrt.cpu.parts import ATTENTION_CHUNK, DTYPES, OPERANDS, Cells, operand_bytes, rounded
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, If, Kernel, Node, Program, Value, While, maximum
 from dlmrt.program.record import URGENT
@@ -52,6 +53,8 @@ def lower(program: Program, config: ModelConfig) -> Lowered:
 class _Lowering(Experts):
     def __init__(self, program: Program, config: ModelConfig) -> None:
         super().__init__(program, config)
+        # The head's copy of a tied table serves look-ups too, unless a soft embedding reads the table by rows.
+        self._is_table_packed = config.tie_word_embeddings and not family_of(config).has_residual(config)
         self._heads: dict[Buffer, _Head] = {}
         self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> node qkv and rows of q, k and v heads
         self._logits: dict[Buffer, Buffer] = {}
@@ -74,8 +77,9 @@ class _Lowering(Experts):
 
     def _lower_embed(self, node: Kernel) -> None:
         table, ids, x = node.inputs["table"], node.inputs["ids"], node.outputs["x"]
+        where = self._pack(table) if self._is_table_packed else table
         self._emit(
-            "embed", x.shape[0], {"table": table, "ids": ids}, {"x": self._new_rows(x)},
+            "embed", x.shape[0], {"table": where, "ids": ids}, {"x": self._new_rows(x)},
             table_dtype=DTYPES[table.dtype], width=maximum(x.shape[1]), **self._scale_of(node, table),
         )  # fmt: skip
 

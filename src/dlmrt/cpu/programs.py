@@ -129,7 +129,8 @@ class ProgramStore:
 
     def _load_weights(self, lowered: Lowered) -> None:
         """Pack or copy the weights of a program that are not there yet."""
-        for buffer in lowered.program.buffers():
+        # The largest first: what is read of a tensor lies beside what it becomes, best while little else is there.
+        for buffer in sorted(lowered.program.buffers(), key=lambda buffer: buffer.num_bytes, reverse=True):
             if buffer.kind != "weight" or self._has(buffer):
                 continue
             self._origins[_key(buffer)] = lowered.sources.get(buffer, (buffer,))

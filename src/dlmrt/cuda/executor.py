@@ -76,6 +76,11 @@ class CudaDenoiser:
             self._soft(self.diffusion.canvas_length)
         self._store.release_params()
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether captured graphs run the forwards."""
+        return self._store.uses_graphs
+
     def reset(self) -> None:
         """Forget the committed context."""
         self._length = self._grid = 0

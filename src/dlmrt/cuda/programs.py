@@ -85,6 +85,11 @@ class ProgramStore:
         self._ring = Ring(device)
         self._programs: dict[Hashable, DeviceProgram] = {}
 
+    @property
+    def uses_graphs(self) -> bool:
+        """Whether a program runs as a graph: a mode that is not available was replaced by another one."""
+        return any(program.runner.mode != "off" for program in self._programs.values())
+
     def get(self, key: Hashable, record: Callable[[], Program]) -> DeviceProgram:
         """The program called `key`, recorded and bound at its first use."""
         if key not in self._programs:

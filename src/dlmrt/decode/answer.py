@@ -117,7 +117,8 @@ class Trace:
             total_s=ended - self.began,
         )
         record = RequestRecord(
-            seed=settings.seed, executor=denoiser.name, dtype=denoiser.dtype, commit_rule=settings.commit_rule,
+            seed=settings.seed, executor=denoiser.name, dtype=denoiser.dtype,
+            graphs=bool(getattr(denoiser, "uses_graphs", False)), commit_rule=settings.commit_rule,
             end_reason=self.end_reason, forwards=tuple(self.forwards), num_blocks=self.num_blocks,
             num_cached_prompt_tokens=0, settings=settings.as_dict(),
             prompt_token_ids=tuple(self.request.prompt_S.tolist()),

@@ -33,7 +33,8 @@ Raw = Mapping[str, Any]
 Reader = Callable[[Raw, str], tuple[dict[str, Any], dict[str, Any] | None]]
 
 MOST_LAYERS = 10_000  # the config is walked layer by layer before the weights are looked at
-_QWEN_MASK = 151_669  # first id behind the tokenizer of Qwen3, where its conversions put their mask
+# First ids behind the tokenizers of Qwen3 and Qwen2.5, where conversions put their mask.
+_QWEN3_MASK, _QWEN2_MASK = 151_669, 151_665
 _LARGEST_IDLM_BLOCK = 3  # trained with strides of 1 to 3; SDAR's smallest block is 4
 _FULL = "full_attention"
 _SLIDING = "sliding_attention"
@@ -103,11 +104,11 @@ def read_sdar(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] | N
     canonical, _ = read_qwen3(raw, source)
     if _or_whole(raw, "block_size", source, default=4) <= _LARGEST_IDLM_BLOCK:
         return canonical, {
-            "noise": "mask", "mask_token_id": _QWEN_MASK, "logit_shift": 1, "in_block_attention": "causal",
+            "noise": "mask", "mask_token_id": _QWEN3_MASK, "logit_shift": 1, "in_block_attention": "causal",
             "context_attention": "causal", "block_anchor": "prompt_end",
         }  # fmt: skip
     return canonical, {
-        "canvas_length": 4, "noise": "mask", "mask_token_id": _QWEN_MASK, "context_attention": "block_causal",
+        "canvas_length": 4, "noise": "mask", "mask_token_id": _QWEN3_MASK, "context_attention": "block_causal",
         "block_anchor": "position_zero",
     }  # fmt: skip
 
@@ -115,13 +116,13 @@ def read_sdar(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] | N
 def read_a2d_qwen3(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """A2D of dLLM on Qwen3, trained as bd3lm."""
     canonical, _ = read_qwen3(raw, source)
-    return canonical, _a2d_row(raw, source)
+    return canonical, _a2d_row(raw, source) | {"mask_token_id": _QWEN3_MASK}
 
 
 def read_a2d_qwen2(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """A2D of dLLM on Qwen2.5, trained as bd3lm."""
     canonical, _ = read_qwen2(raw, source)
-    return canonical, _a2d_row(raw, source)
+    return canonical, _a2d_row(raw, source) | {"mask_token_id": _QWEN2_MASK}
 
 
 def _a2d_row(raw: Raw, source: str) -> dict[str, Any]:
@@ -132,16 +133,14 @@ def _a2d_row(raw: Raw, source: str) -> dict[str, Any]:
             f"{source}: the file of an A2D checkpoint does not say how it was trained; add the block, e.g. "
             '"block_size": 32, if as bd3lm; as mdlm, where every position sees all others, it is not supported'
         )
-    return {
-        "noise": "mask", "mask_token_id": _QWEN_MASK, "context_attention": "block_causal", "block_anchor": "prompt_end",
-    }  # fmt: skip
+    return {"noise": "mask", "context_attention": "block_causal", "block_anchor": "prompt_end"}
 
 
 def read_fast_dllm(raw: Raw, source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Fast-dLLM v2, a conversion of Qwen2.5."""
     canonical, _ = read_qwen2(raw, source)
     return canonical, {
-        "canvas_length": _or_whole(raw, "bd_size", source, default=32), "noise": "mask", "mask_token_id": 151665,
+        "canvas_length": _or_whole(raw, "bd_size", source, default=32), "noise": "mask", "mask_token_id": _QWEN2_MASK,
         "logit_shift": 1, "context_attention": "block_causal", "block_anchor": "position_zero",
         "commit_rule": "sub_blocks",
     }  # fmt: skip

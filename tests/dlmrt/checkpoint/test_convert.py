@@ -97,6 +97,15 @@ def test_floats_are_named_as_the_released_files_name_them(tmp_path, oracle):
     assert_same_values(plain, quantized)
 
 
+def test_the_type_is_declared_wherever_the_source_declares_it(tmp_path, oracle):
+    """transformers writes the type of DiffusionGemma twice."""
+    text = json.loads((oracle("dgemma_tiny") / "config.json").read_text())["text_config"]
+    source = open_checkpoint(oracle("dgemma_tiny", text_config={**text, "dtype": "float32"}))
+    convert_checkpoint(tmp_path / "plain", source, format="bfloat16")
+    raw = json.loads((tmp_path / "plain" / "config.json").read_text())
+    assert raw["dtype"] == raw["torch_dtype"] == raw["text_config"]["dtype"] == "bfloat16"
+
+
 def test_tensors_that_stay_float32_do_so(tmp_path, llada2):
     """expert_bias selects experts: rounded to bfloat16, it reroutes."""
     plain = converted(tmp_path / "plain", llada2, format="bfloat16")

@@ -136,6 +136,6 @@ def test_a_description_is_fetched_without_the_weights(checkpoint, monkeypatch):
 
     monkeypatch.setattr(hub, "_snapshot", snapshot)
     assert hub.resolve("org/model", needs_weights=False) == checkpoint
-    assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern]
+    assert not [pattern for patterns in asked for pattern in patterns if pattern.endswith(".safetensors")]
     assert hub.resolve("org/model") == checkpoint
-    assert any("safetensors" in pattern for pattern in asked[-1])
+    assert any(pattern.endswith(".safetensors") for pattern in asked[-1])

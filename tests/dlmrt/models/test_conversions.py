@@ -15,7 +15,7 @@ from dlmrt.models.families import family_of
 MASKED_GRID = {"noise": "mask", "context_attention": "block_causal"}
 IDLM = {"noise": "mask", "logit_shift": 1, "in_block_attention": "causal"}
 SDAR = DiffusionConfig(canvas_length=4, mask_token_id=151669, block_anchor="position_zero", **MASKED_GRID)
-A2D = DiffusionConfig(canvas_length=32, mask_token_id=151669, **MASKED_GRID)
+A2D, A2D_QWEN2 = (DiffusionConfig(canvas_length=32, mask_token_id=mask, **MASKED_GRID) for mask in (151669, 151665))
 FAST = DiffusionConfig(
     canvas_length=32, mask_token_id=151665, block_anchor="position_zero", logit_shift=1, commit_rule="sub_blocks",
     **MASKED_GRID,
@@ -27,7 +27,7 @@ TABLE = [
     ("trado-8b-instruct", {}, SDAR, 8_190_735_360),
     ("i-dlm-8b", {}, DiffusionConfig(canvas_length=2, mask_token_id=151669, **IDLM), 8_190_735_360),
     ("a2d-qwen3-0.6b", {"block_size": 32}, A2D, 596_049_920),
-    ("a2d-qwen2.5-0.5b", {"diffusion": {"canvas_length": 32}}, A2D, 494_032_768),
+    ("a2d-qwen2.5-0.5b", {"diffusion": {"canvas_length": 32}}, A2D_QWEN2, 494_032_768),
     ("fast-dllm-v2-7b", {}, FAST, 7_615_616_512),
     ("fast-dllm-v2-1.5b", {}, FAST, 1_543_714_304),
 ]

@@ -126,7 +126,6 @@ def test_k38_a_step_that_hangs_ends_the_process(tiny_model, spawn):
     _, stderr = child.communicate(timeout=WAIT_S)
     assert child.returncode == 1
     assert stderr.endswith("error: a step of the model does not end after 0.5 s; check the device\n")
-    assert "no executor here captures CUDA graphs" in stderr
 
 
 def test_interrupt_while_loading(tiny_model, spawn):

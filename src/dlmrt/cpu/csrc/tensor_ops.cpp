@@ -17,18 +17,26 @@ class Embed : public Op {
   explicit Embed(const Fields& f)
       : rows_(f),
         args_{f.dtype("table_dtype"),
-              f.get<void>("table"),
+              f.find<void>("table"),
               f.get<int32_t>("ids"),
               0,
               f.integer("width"),
               f.get<float>("x"),
-              f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f} {}
+              f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f,
+              0} {
+    if (args_.table) return;
+    packed_ = f.weight("table");
+    const Weight& w = packed_->view();
+    args_.table = w.panels;
+    args_.panel_bytes = panel_bytes(w.dtype, w.group, w.k);
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.embed(args_, r); });
   }
 
  private:
+  std::shared_ptr<const PackedWeight> packed_;  // the table, if it is in panels
   Count rows_;
   EmbedArgs args_;
 };

@@ -79,15 +79,13 @@ def start_request(
 @triton.jit
 def prefill_chunk(
     prompt, context, num_prefill, chunk_rows, ids, positions, visible, CHUNK: tl.constexpr, CP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    ALIGN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Step 1: the rows of the next chunk."""
     begin, prefill = tl.load(context), tl.load(num_prefill)
-    size = prefill * 0 + CHUNK
-    if BLOCK > 0:
-        # The first chunk ends where a block does, as all later ones then do.
-        grid = prefill % BLOCK
-        size = tl.where((begin == 0) & (grid > 0), CHUNK - BLOCK + grid, size)
+    # The first chunk ends where a block of ALIGN rows does, as all later ones then do.
+    first = prefill % ALIGN
+    size = tl.where((begin == 0) & (first > 0), CHUNK - ALIGN + first, CHUNK)
     count = tl.minimum(size, prefill - begin)
     i = tl.arange(0, CP)
     place = begin + i

@@ -158,7 +158,7 @@ class HeadMergeArgs(C.Structure):
 
 
 class EmbedArgs(C.Structure):
-    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f")
+    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f panel_bytes:l")
 
 
 class ScaleArgs(C.Structure):

@@ -21,7 +21,10 @@ from native import (
     SiluMulArgs,
     SoftCapArgs,
     call,
+    float_source,
+    library,
     operand,
+    pack,
     ptr,
     round_bf16,
     runnable,
@@ -145,6 +148,24 @@ def test_embed(isa: str, width: int, rng: np.random.Generator) -> None:
         assert (out == expected[ids]).all()
         call("embed", isa, EmbedArgs(dtype, ptr(memory), ptr(ids), 4, width, ptr(out), 0.7), 2)
         assert (out == expected[ids] * np.float32(0.7)).all()
+
+
+@pytest.mark.parametrize("width", [1, 16, 27, 64])
+def test_embed_from_the_panels_of_a_packed_table(isa: str, width: int, rng: np.random.Generator) -> None:
+    table = rng.standard_normal((37, width), dtype=np.float32)
+    ids = np.array([36, 0, 17, 17], np.int32)
+    for dtype, memory, expected in ((F32, table, table), (BF16, to_bf16(table), round_bf16(table))):
+        packed = pack(dtype, [float_source(memory)], width)
+        panel_bytes = int(library().dlmrt_panel_bytes(dtype, 0, width))
+        for scale in (1.0, 0.7):
+            out = np.full((4, width), np.nan, np.float32)
+            call(
+                "embed",
+                isa,
+                EmbedArgs(dtype, packed.weight.panels, ptr(ids), 4, width, ptr(out), scale, panel_bytes),
+                3,
+            )
+            assert (out == expected[ids] * np.float32(scale)).all()
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

@@ -268,7 +268,8 @@ struct EmbedArgs {
   const int32_t* ids;
   int64_t rows, width;
   float* out;
-  float scale;  // 0: none
+  float scale;          // 0: none
+  int64_t panel_bytes;  // of kPanel rows where the table is a packed weight, 0: rows
 };
 
 // x *= *factor. Units: rows.

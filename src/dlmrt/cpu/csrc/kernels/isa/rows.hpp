@@ -80,9 +80,30 @@ void scaled_add(const ScaledAddArgs& t, Range rows) {
   }
 }
 
+// One row of a table that is packed for the head, in panels: a pair of numbers a cache line.
+void embed_from_panels(const EmbedArgs& t, int64_t id, float* out) {
+  const uint8_t* panel = static_cast<const uint8_t*>(t.table) + id / kPanel * t.panel_bytes;
+  const int64_t column = id % kPanel;
+  const float scale = t.scale == 0.f ? 1.f : t.scale;
+  for (int64_t k = 0; k < t.width; k++) {
+    float value;
+    if (t.dtype == DType::kF32) {
+      value = reinterpret_cast<const float*>(panel)[k * kPanel + column];
+    } else {
+      const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(panel)[(k / 2 * kPanel + column) * 2 + k % 2]} << 16;
+      __builtin_memcpy(&value, &bits, sizeof value);
+    }
+    out[k] = value * scale;
+  }
+}
+
 void embed(const EmbedArgs& t, Range rows) {
   for (int64_t m = rows.begin; m < rows.end; m++) {
     float* out = t.out + m * t.width;
+    if (t.panel_bytes) {
+      embed_from_panels(t, t.ids[m], out);
+      continue;
+    }
     const int64_t first = t.ids[m] * t.width;
     if (t.dtype == DType::kF32 && t.scale == 0.f) {
       __builtin_memcpy(out, static_cast<const float*>(t.table) + first, static_cast<size_t>(t.width) * sizeof(float));
