@@ -14,7 +14,11 @@ WORD_PROBLEM := A pie has 54 portions. If Elijah can eat 6 portions a day while 
 	will the pie last?
 CHAIN := State the final answer to the following arithmetic problem: 41 - 16 + 27 =
 
-.PHONY: setup demo test sanitize lint types unit train docs clean
+# Public libraries that open our files in the tests, without what only their trainers need.
+PEERS := nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 scipy==1.17.1 \
+	nvidia-ml-py==13.615.71
+
+.PHONY: setup peers demo test sanitize lint types unit train docs clean
 
 setup: $(STAMPS)/dev
 
@@ -32,6 +36,9 @@ $(STAMPS)/run: pyproject.toml $(NATIVE) $(STAMPS)/torch
 $(STAMPS)/dev: pyproject.toml $(NATIVE) $(STAMPS)/torch
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	@touch $@ $(STAMPS)/run
+
+peers: setup
+	$(BIN)/python -m pip install --quiet --no-deps $(PEERS)
 
 demo: $(STAMPS)/run
 	@echo '> $(WORD_PROBLEM)'
