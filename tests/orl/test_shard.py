@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.models import qwen3
-from dlmrt.models.config import ResidualConfig
+from dlmrt.models.config import MoeConfig, ResidualConfig
+from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
 from dlmrt.testing import tiny_config
 from orl.pretrain import pretrain
@@ -83,16 +84,16 @@ main()
 
 def random_params(config) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = qwen3.tensor_shapes(config)
+    shapes = family_of(config).tensor_shapes(config)
     return {name: torch.randn(shape, generator=generator) / shape[-1] ** 0.5 for name, shape in shapes.items()}
 
 
 def loss_of(params, config, seed: int) -> torch.Tensor:
     """A loss that every parameter moves."""
     ids = torch.randint(0, 200, (1, 8), generator=torch.Generator().manual_seed(seed))
-    visible = torch.ones(8, 8, dtype=torch.bool)
-    hidden = qwen3.forward(ops, params, config, ids, torch.arange(8).expand(1, 8), ops.MaskedAttention(visible))
-    return qwen3.head(ops, params, config, hidden).log_softmax(-1)[..., 0].square().sum()
+    visible, family = torch.ones(8, 8, dtype=torch.bool), family_of(config)
+    hidden = family.forward(ops, params, config, ids, torch.arange(8).expand(1, 8), ops.MaskedAttention(visible))
+    return family.head(ops, params, config, hidden).log_softmax(-1)[..., 0].square().sum()
 
 
 def free_port() -> int:
@@ -138,6 +139,23 @@ def test_one_process_computes_what_plain_parameters_do(checkpoint_layers: bool):
             assert parameter.grad is None
         else:
             assert torch.equal(parameter.grad, plain[name].grad), name
+
+
+def test_experts_computed_again_in_backward_are_chosen_again():
+    """K58: routing is part of what is recomputed; the gradients of a mixture of experts are those of a plain run."""
+    moe = MoeConfig(
+        num_experts=4, num_experts_per_token=2, intermediate_size=16, shared_intermediate_size=16, num_dense_layers=1,
+        num_groups=2, num_kept_groups=1, scaling_factor=2.5,
+    )  # fmt: skip
+    config = tiny_config(architecture="LLaDA2MoeModelLM", moe=moe, tie_word_embeddings=False)
+    plain = {name: tensor.requires_grad_() for name, tensor in random_params(config).items()}
+    loss_of(plain, config, 0).backward()
+    params = ShardedParams(random_params(config), trained=lambda name: True, checkpoint_layers=True)
+    params.run(lambda p: loss_of(p, config, 0)).backward()
+    moved = {name for name, parameter in params.parameters().items() if parameter.grad is not None}
+    assert any(".experts." in name for name in moved)
+    for name in moved:
+        torch.testing.assert_close(params.parameters()[name].grad, plain[name].grad, rtol=1e-6, atol=1e-6)
 
 
 def test_layers_are_computed_again_in_backward_only_when_asked():
@@ -232,6 +250,7 @@ def test_orl_training_in_two_processes_is_that_of_one(make_model, tokenizer_dir:
 
 
 def test_a_dead_process_ends_the_run_within_seconds_and_is_named(start_python, make_recipe, tmp_path: Path):
+    """K60: SIGKILL of one rank."""
     recipe = make_recipe(optim={"steps": 100_000}, run={"eval_every_steps": 100_000})
     path, trainer = tmp_path / "recipe.toml", tmp_path / "trainer.py"
     path.write_text(dump_recipe(recipe))

@@ -28,7 +28,6 @@ from dlmrt.checkpoint.adapter import open_adapter, with_adapter
 from dlmrt.checkpoint.hub import resolve as resolve_model
 from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
 from dlmrt.cpu.memory import available_bytes
-from dlmrt.cuda.device import num_devices
 from dlmrt.decode.answer import Reply, Trace
 from dlmrt.decode.loop import BlockEvent, Event, LoopRequest, StepEvent, prefill
 from dlmrt.decode.native import is_native, run_loop
@@ -65,12 +64,14 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[int] | Sequence[Message]
 StreamEvent = TextEvent | CanvasEvent | TokensEvent | GenerateResult
 
-# In the order in which "auto" tries them: module with `load_denoiser`, package it needs, how to get that.
+# Module with `load_denoiser`, package it needs, how to get that.
 EXECUTORS: dict[str, tuple[str, str, str]] = {
     "cuda": ("dlmrt.cuda.executor", "triton", "pip install 'dlmrt[cuda]'"),
     "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "install dlmrt from a wheel, or with a C++17 compiler at hand"),
     "eager": ("dlmrt.eager.executor", "torch", "pip install 'dlmrt[train]'"),
 }
+
+AUTO = ("cpu", "eager")  # in the order in which "auto" tries them; cuda joins when it has run on a GPU (docs/gpu.md)
 
 MAX_THREADS = 4096
 # Of a step's arrays [L, V] in decode.sampling and the denoiser, at their largest: without and with a draw.
@@ -80,9 +81,7 @@ _OPEN_SLOT = "\u2591"
 
 
 def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_threads: int | None) -> Denoiser:
-    """Load `checkpoint` into `executor`; "auto" takes the first one that is installed and knows the model.
-
-    "cuda" is tried by "auto" only where the driver finds a device.
+    """Load `checkpoint` into `executor`; "auto" takes the first of `AUTO` that is installed and knows the model.
 
     Raises:
         UnknownOptionError: no executor goes by that name.
@@ -92,7 +91,7 @@ def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_thre
         raise UnknownOptionError(f"unknown executor {shown(executor)}{nearest(executor, ('auto', *EXECUTORS))}")
     if num_threads is not None and (type(num_threads) is not int or not 1 <= num_threads <= MAX_THREADS):
         raise UsageError(f"num_threads is {shown(num_threads)}; it must be a whole number within [1, {MAX_THREADS}]")
-    names = [name for name in EXECUTORS if executor == name or (executor == "auto" and _has_device(name))]
+    names = AUTO if executor == "auto" else (executor,)
     for name in names:
         module, package, way = EXECUTORS[name]
         if importlib.util.find_spec(package) is None:
@@ -109,10 +108,6 @@ def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_thre
         return cast(Denoiser, loaded)
     _, package, way = EXECUTORS[names[-1]]
     raise MissingDependencyError(f"executor {names[-1]!r} needs {package}, not installed; {way}")
-
-
-def _has_device(executor: str) -> bool:
-    return executor != "cuda" or num_devices() > 0
 
 
 def with_stop_tokens(config: ModelConfig, codec: TextCodec) -> ModelConfig:
