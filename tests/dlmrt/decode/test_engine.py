@@ -600,6 +600,7 @@ def test_k20_a_checkpoint_whose_own_settings_are_wrong_is_refused_at_load() -> N
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, checkpoint: Path) -> None:
     row = ("dlmrt.eager.executor", "no_such_package", "pip install 'dlmrt[train]'")
     monkeypatch.setattr(engine_module, "EXECUTORS", {"eager": row})
+    monkeypatch.setattr(engine_module, "AUTO", ("eager",))
     for executor in ("auto", "eager"):
         with pytest.raises(MissingDependencyError, match=r"dlmrt\[train\]"):
             Engine.load(checkpoint, executor=executor)
