@@ -6,9 +6,6 @@ Constraint: arguments are plain strings kept in `args`, which is what makes the 
 **Source:** ours; the pattern follows tinker-cookbook `tinker_cookbook/exceptions.py`.
 """
 
-import difflib
-from collections.abc import Iterable
-
 from dlmrt.errors import DlmrtError, UnknownOptionError, UsageError
 
 
@@ -58,10 +55,3 @@ class SplitExhaustedError(OrlError, ValueError):
 
 class SandboxUnavailableError(OrlError, OSError):
     """The sandbox cannot run here, or its child did not come up."""
-
-
-def nearest_name_hint(name: str, known: Iterable[str]) -> str:
-    """Say which known name is nearest to `name`, or list all of them when none is near."""
-    names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(names)}"

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from dlmrt.decode.engine import StreamEvent
-from dlmrt.decode.reasoning import reasoning_markers
+from dlmrt.decode.reasoning import Frame, reasoning_markers
 from dlmrt.decode.text import TextCodec
 from dlmrt.serve.calls import SYNTAXES, Call, CallSyntax
 from dlmrt.types import GenerateResult, TextEvent, TokenLogprob, TokensEvent
@@ -94,34 +94,6 @@ class Markers:
         return "content"
 
 
-class _Frame:
-    """Cuts off what frames a run of text: a label and line breaks before it, line breaks after it.
-
-    Text is held back while it may still be part of the frame.
-
-    Args:
-        label: may come first; not shown.
-        cut_end: whether line breaks at the end are not shown either.
-    """
-
-    def __init__(self, label: str, *, cut_end: bool) -> None:
-        self._label, self._cut_end = label, cut_end
-        self._is_begun = False
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        """Take further text and return what is no part of the frame."""
-        self._held += text
-        if not self._is_begun:
-            if self._held != self._label and self._label.startswith(self._held):
-                return ""
-            self._held, self._label = self._held.removeprefix(self._label).lstrip("\n"), ""
-            self._is_begun = bool(self._held)
-        length = len(self._held.rstrip("\n")) if self._cut_end else len(self._held)
-        shown, self._held = self._held[:length], self._held[length:]
-        return shown
-
-
 @dataclass
 class _Piece:
     token_id: int
@@ -146,9 +118,9 @@ class Deltas:
         self._decoder = codec.incremental()
         self._pieces: list[_Piece] = []  # not passed on yet
         self._num_certain = 0  # characters of the engine's text that no delta covers yet
-        self._frame: _Frame | None = None  # of the open channel's text
+        self._frame: Frame | None = None  # of the open channel's text
         if channel == "reasoning":
-            self._frame = _Frame(markers.label, cut_end=True)
+            self._frame = Frame(markers.label, cut_end=True)
         self.num_reasoning_tokens = 0
 
     @property
@@ -203,7 +175,7 @@ class Deltas:
             is_end = ends is not None and ends == self._channel
             if is_start and starts is not None:
                 self._channel = starts
-                self._frame = _Frame(self._markers.label, cut_end=True) if starts == "reasoning" else None
+                self._frame = Frame(self._markers.label, cut_end=True) if starts == "reasoning" else None
                 deltas += self._flush()
             self._open_channel = self._channel
             text = "" if is_start or is_end else self._framed(piece)
@@ -211,7 +183,7 @@ class Deltas:
             self.num_reasoning_tokens += self._channel == "reasoning"
             if is_end:
                 deltas += self._flush(is_whole=True)
-                self._frame = _Frame("", cut_end=False) if ends == "reasoning" else None
+                self._frame = Frame("", cut_end=False) if ends == "reasoning" else None
                 self._channel = self._open_channel = "content"
         if self._open_channel != "tool_call":
             deltas += self._flush()

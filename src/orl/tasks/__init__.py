@@ -9,7 +9,8 @@ modules of their own (`orl.tasks.sandbox`, `orl.tasks.tokenizer`).
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from orl.errors import UnknownTaskError, nearest_name_hint
+from dlmrt.errors import nearest
+from orl.errors import UnknownTaskError
 from orl.tasks.arithmetic import CHAIN_SUM, EQUATIONS, LEG_COUNTING
 from orl.tasks.lists import NUMBER_FILTERING, NUMBER_SORTING
 from orl.tasks.python_functions import PythonFunctionsTask
@@ -46,5 +47,5 @@ def get_task(name: str) -> Task:
         UnknownTaskError: No such task; the message names the nearest one.
     """
     if name not in TASKS:
-        raise UnknownTaskError(f"unknown task {name!r}; {nearest_name_hint(name, TASKS)}")
+        raise UnknownTaskError(f"unknown task {name!r}{nearest(name, TASKS)}")
     return TASKS[name]()
