@@ -193,7 +193,7 @@ def test_unknown_task_names_the_nearest() -> None:
         get_task("chainsum")
     assert isinstance(caught.value, (OrlError, ValueError))
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
-    with pytest.raises(UnknownTaskError, match=r"known names: .*word_problems"):
+    with pytest.raises(UnknownTaskError, match=r"known: .*word_problems"):
         get_task("zzzz")
 
 
