@@ -25,6 +25,7 @@ from orl.recipe import DataSection, ObjectiveSection
 from orl.tasks import get_task, task_names
 from orl.tasks.tokenizer import END_TOKEN, MIN_VOCAB_SIZE, train_tokenizer, write_tokenizer
 from orl.tasks.types import Problem
+from orl.tasks.wordings import reword
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,7 @@ class Mixture:
 
     tasks: tuple[str, ...]
     shares: tuple[float, ...]  # sum 1
+    has_many_wordings: bool = False  # of gold workings
 
     @classmethod
     def of(cls, data: DataSection) -> Mixture:
@@ -48,12 +50,15 @@ class Mixture:
         weights = np.array(data.weights or [1.0] * len(tasks), dtype=np.float64)
         if len(weights) != len(tasks):
             raise RecipeError(f"data.weights has {len(weights)} entries for {len(tasks)} tasks; give one a task")
-        return cls(tasks=tasks, shares=tuple((weights / weights.sum()).tolist()))
+        return cls(
+            tasks=tasks, shares=tuple((weights / weights.sum()).tolist()), has_many_wordings=data.wordings == "many"
+        )
 
     def problem(self, number: int, seed: int) -> Problem:
         """Problem `number` of the training stream."""
         choice = generator(seed, number, DATA_STREAM).choice(len(self.tasks), p=self.shares)
-        return get_task(self.tasks[int(choice)]).problem(number, "train")
+        problem = get_task(self.tasks[int(choice)]).problem(number, "train")
+        return reword(problem) if self.has_many_wordings else problem
 
 
 def prepare_tokenizer(data: DataSection, folder: Path, *, source: Path | None = None) -> None:

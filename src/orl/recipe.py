@@ -52,6 +52,7 @@ class DataSection:
 
     tasks: tuple[str, ...] = ()  # names of orl.tasks; empty: all
     weights: tuple[float, ...] = ()  # share of each task, same order; empty: equal
+    wordings: Literal["one", "many"] = "one"  # of the gold workings, see orl.tasks.wordings
     vocab_size: int = 2048
     tokenizer: str = ""  # folder of an existing tokenizer; empty: train one on the train split
     tokenizer_problems: int = 2000  # problems per task that the tokenizer is trained on

@@ -146,7 +146,7 @@ class TrainRun:
         self.trained = {name: p for name, p in self.params.parameters().items() if p.requires_grad}
         self.optimizers = PathwayOptimizers(self.trained, recipe.optim, adapter=family_of(self.config).ADAPTER)
         prompts = recipe.prompts
-        self.mixture = Mixture.of(DataSection(tasks=prompts.tasks, weights=prompts.weights))
+        self.mixture = Mixture.of(DataSection(tasks=prompts.tasks, weights=prompts.weights, wordings=prompts.wordings))
         self.step = self.policy_version = self.num_rows = self.num_generated_tokens = 0
         self.num_skipped = self.num_skipped_in_a_row = self.num_empty_in_a_row = 0
         self.evaluations = Evaluations(recipe.eval)

@@ -22,6 +22,7 @@ class PromptSection:
 
     tasks: tuple[str, ...] = ()  # names of orl.tasks; empty: all
     weights: tuple[float, ...] = ()  # share of each task, same order; empty: equal
+    wordings: Literal["one", "many"] = "one"  # of gold workings, where they are used; see orl.tasks.wordings
     per_update: int = 16
     first_number: int = 1_000_000  # in the stream of problems, past those of pre-training
 
