@@ -93,7 +93,7 @@ def _update(config: ModelConfig, recipe: TrainRecipe, prompt_tokens: int, answer
 
 def _activations(config: ModelConfig, recipe: TrainRecipe, num_rows: int) -> int:
     """Bytes that backward reads, in the compute type; with recomputed layers the inputs of all and one layer whole."""
-    width = 2 if recipe.run.dtype == "bfloat16" else 4
+    width = 4 if recipe.run.dtype == "float32" else 2
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:

@@ -21,6 +21,7 @@ from dlmrt.models.config import ModelConfig
 from orl.cost import CostModel, deal
 from orl.losses import StateLosses, log_probs, state_losses
 from orl.packing import Share
+from orl.precision import autocast
 from orl.ranks import Ranks
 from orl.replay import ReplayBatch, ReplayResponse, packed_logits, residual_ratio, state_weights
 from orl.shard import run_with
@@ -105,7 +106,7 @@ def _micro_batch(
     def losses_of(params: Mapping[str, Tensor]) -> StateLosses:
         return state_losses(logits_of(params), batch, recipe.loss, banned=banned, reference_RV=reference_RV)
 
-    with torch.autocast(torch.device(batch.device).type, dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+    with autocast(recipe.run.dtype, str(batch.device)):
         reference_RV = None
         if recipe.loss.kl_weight:
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 Pre-training: Muon over the matrices of layers and adapter, AdamW over embedding, head and norms.
 
-Source: Muon: torch.optim.Muon (Keller Jordan's), learning rate matched to AdamW's RMS.
+Source: ours over torch.optim.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dlmrt.models import qwen3
+from orl.precision import multiplies_bfloat16
 from orl.recipe import OptimSection
 from orl.shard import sharded_as, whole
 from orl.train_recipe import UpdateSection
@@ -79,6 +80,48 @@ class NamedOptimizers:
             optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
+class Muon(torch.optim.Optimizer):
+    """Momentum, then the nearest orthogonal matrix to it; steps have the size of AdamW's.
+
+    As `torch.optim.Muon` (Nesterov momentum 0.95, `adjust_lr_fn="match_rms_adamw"`), whose iteration is always in
+    bfloat16: here it is in float32 where the hardware does not multiply bfloat16.
+
+    Source: K. Jordan's Muon; step size after arXiv 2502.16982, section 2.2.
+    """
+
+    MOMENTUM, COEFFICIENTS, ITERATIONS, EPS = 0.95, (3.4445, -4.775, 2.0315), 5, 1e-7
+
+    def __init__(self, params: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: gradients are there
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(p.grad)
+                state["momentum_buffer"].lerp_(p.grad, 1 - self.MOMENTUM)
+                update = self._orthogonal(p.grad.lerp(state["momentum_buffer"], self.MOMENTUM))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+    def _orthogonal(self, matrix: Tensor) -> Tensor:
+        """Newton-Schulz iteration of fifth order towards the orthogonal factor; singular values end near 1."""
+        a, b, c = self.COEFFICIENTS
+        is_tall = matrix.shape[0] > matrix.shape[1]
+        x = matrix.bfloat16() if multiplies_bfloat16(str(matrix.device)) else matrix
+        x = x.T if is_tall else x
+        x = x / x.norm().clamp(min=self.EPS)
+        for _ in range(self.ITERATIONS):
+            gram = x @ x.T
+            x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        return x.T if is_tall else x
+
+
 class Optimizers(NamedOptimizers):
     """Muon and AdamW of a pre-training run.
 
@@ -89,10 +132,7 @@ class Optimizers(NamedOptimizers):
     def __init__(self, params: Mapping[str, Tensor], section: OptimSection) -> None:
         matrices = [n for n, p in params.items() if p.ndim == 2 and n not in (qwen3.EMBEDDING, qwen3.HEAD)]
         rest = [n for n in params if n not in matrices]
-        muon = torch.optim.Muon(
-            [params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay,
-            momentum=0.95, adjust_lr_fn="match_rms_adamw",
-        )  # fmt: skip
+        muon = Muon([params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay)
         adamw = torch.optim.AdamW(
             [params[n] for n in rest], lr=section.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )

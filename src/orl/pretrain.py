@@ -35,6 +35,7 @@ from orl.interrupt import uninterrupted
 from orl.objective import Batch, batch_loss
 from orl.optimizers import Optimizers, learning_rate_ratio
 from orl.packing import COIN_STREAM, Rows, generator
+from orl.precision import autocast
 from orl.ranks import Ranks, joined
 from orl.recipe import PretrainRecipe
 from orl.run_folder import RunFolder
@@ -256,8 +257,7 @@ def accumulate_gradients(
                 run_first_pass=run_first_pass, banned=banned,
             )  # fmt: skip
 
-        device = torch.device(ranks.device).type
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=recipe.run.dtype == "bfloat16"):
+        with autocast(recipe.run.dtype, ranks.device):
             loss, report = run_with(params, loss_of)
         torch.autograd.backward(loss)
         total += float(loss.detach())

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from dlmrt.errors import nearest
 from orl.errors import RecipeError
+from orl.precision import ComputeType
 
 T = TypeVar("T")
 
@@ -115,7 +116,7 @@ class RunSection:
 
     seed: int = 0
     init: str = ""  # checkpoint folder to start from (its tokenizer is taken too); empty: random
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # autocast type of the forward
+    dtype: ComputeType = "auto"  # of forwards; auto: bfloat16 where the hardware multiplies it, else float32
     num_threads: int = 0  # 0: torch's choice
     save_every_s: float = 120.0
     eval_every_steps: int = 500

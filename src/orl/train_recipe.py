@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from orl.errors import RecipeError
+from orl.precision import ComputeType
 from orl.recipe import check_range
 
 
@@ -163,7 +164,7 @@ class TrainRunSection:
 
     init: str = "dlmrt-tiny"  # the start model: name, folder or hub id
     seed: int = 0
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"  # autocast type of the forward
+    dtype: ComputeType = "auto"  # of forwards; auto: bfloat16 where the hardware multiplies it, else float32
     attention: Literal["auto", "enumerated", "flex", "triton"] = "auto"  # of replay; auto: triton on a GPU
     num_threads: int = 0  # of torch; 0: its choice
     save_every_s: float = 120.0
