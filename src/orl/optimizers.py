@@ -95,7 +95,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]  # no closure: gradients are there
+    def step(self, closure: None = None) -> None:
         """One update of every matrix that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:

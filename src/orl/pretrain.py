@@ -77,7 +77,12 @@ def pretrain(
     if recipe.run.num_threads:
         torch.set_num_threads(recipe.run.num_threads)
     with joined() as ranks:
-        return _pretrain(Run(recipe, run_dir, ranks), evaluate, on_progress if ranks.is_main else None, stop_after_s)
+        run = Run(recipe, run_dir, ranks)
+        try:
+            return _pretrain(run, evaluate, on_progress if ranks.is_main else None, stop_after_s)
+        finally:
+            if run.folder:
+                run.folder.close()
 
 
 def _pretrain(
@@ -135,6 +140,8 @@ class Run:
         self.step, self.num_rows = 0, 0
         self.num_skipped, self.num_skipped_in_a_row = 0, 0
         saved = ranks.from_main(self.folder.load_state() if self.folder else None)
+        if self.folder:
+            self.folder.watch(recipe, 0 if saved is None else int(saved[1]["step"]))
         if saved is not None:
             restore_params(params, saved[0], run_dir)
         elif recipe.run.init:

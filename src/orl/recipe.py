@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 from dlmrt.errors import nearest
 from orl.errors import RecipeError
 from orl.precision import ComputeType
+from orl.trackers import TrackerName
 
 T = TypeVar("T")
 
@@ -119,6 +120,7 @@ class RunSection:
     dtype: ComputeType = "auto"  # of forwards; auto: bfloat16 where the hardware multiplies it, else float32
     num_threads: int = 0  # 0: torch's choice
     save_every_s: float = 120.0
+    tracker: TrackerName = "none"  # also tensorboard, trackio or wandb, each with its own package
     eval_every_steps: int = 500
     eval_problems: int = 8  # held-out problems per task during training
 

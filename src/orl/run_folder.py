@@ -12,6 +12,7 @@ Source: ours.
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import logging
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from orl.errors import RecipeError, RunFolderError
 from orl.recipe import build, differences, dump_recipe, read_toml
+from orl.trackers import Watched, open_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,20 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.states.mkdir(parents=True, exist_ok=True)
         _lock(path)
+        self._watched = Watched(None)
+
+    def watch(self, recipe: Any, step: int) -> None:
+        """Send later lines to the tracker that the recipe names, too.
+
+        Raises:
+            MissingDependencyError: its package is not installed.
+        """
+        config = dataclasses.asdict(recipe)
+        self._watched = Watched(open_tracker(recipe.run.tracker, self.path, config=config, step=step))
+
+    def close(self) -> None:
+        """End the tracker's run; the folder stays locked until the process ends."""
+        self._watched.close()
 
     def check_recipe(self, recipe: Any) -> None:
         """Save the resolved recipe, or refuse to go on with another one; keys that are new since count as defaults.
@@ -74,6 +90,7 @@ class RunFolder:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in entry.items()}
         with self.metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(finite) + "\n")
+        self._watched.log(finite)
 
     def save_state(self, step: int, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
         """Write the state of `step` atomically, unless it is there, and drop all but the newest two.

@@ -138,6 +138,8 @@ class TrainRun:
         start = load_params(self.start, dtype="float32")
         self.fingerprint = _fingerprint(start)
         saved = ranks.from_main(self.folder.load_state() if self.folder else None)
+        if self.folder:
+            self.folder.watch(recipe, 0 if saved is None else int(saved[1]["step"]))
         self.params = trained_params(
             start, self.config, recipe.tune, seed=recipe.run.seed, saved=None if saved is None else saved[0],
             states=run_dir, device=ranks.device,
@@ -165,6 +167,8 @@ class TrainRun:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.pool.__exit__(kind, error, trace)
+        if self.folder:
+            self.folder.close()
 
     def update(self) -> dict[str, Any]:
         """Roll out, train once, publish; the line of metrics.

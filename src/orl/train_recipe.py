@@ -15,6 +15,7 @@ from typing import Literal
 from orl.errors import RecipeError
 from orl.precision import ComputeType
 from orl.recipe import check_range
+from orl.trackers import TrackerName
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,6 +169,7 @@ class TrainRunSection:
     attention: Literal["auto", "enumerated", "flex", "triton"] = "auto"  # of replay; auto: triton on a GPU
     num_threads: int = 0  # of torch; 0: its choice
     save_every_s: float = 120.0
+    tracker: TrackerName = "none"  # also tensorboard, trackio or wandb, each with its own package
 
     def __post_init__(self) -> None:
         check_range(self, "seed num_threads save_every_s", 0)
