@@ -8,7 +8,7 @@ PYTEST_ARGS ?= -n 2
 BIN := .venv/bin
 STAMPS := .venv/.stamps
 NATIVE := CMakeLists.txt $(shell find src/dlmrt/cpu -name CMakeLists.txt -o -name '*.[ch]pp')
-RECIPES := tiny_ar tiny_mask_a tiny_mask_b tiny_mask_c tiny_mask tiny_uniform_a tiny_uniform
+RECIPES := tiny_ar tiny_mask_a tiny_mask_b tiny_mask_c tiny_mask tiny_worded tiny_uniform_a tiny_uniform
 
 WORD_PROBLEM := A pie has 54 portions. If Elijah can eat 6 portions a day while James can eat 2 times as much, how many days \
 	will the pie last?
