@@ -340,6 +340,8 @@ def _result(program: NativeProgram, name: str, length: int) -> Float32:
 
 def _num_threads(asked: int | None) -> int:
     if asked is None:
+        asked = Environment.read().num_threads
+    if asked is None:
         limit = os.environ.get("OMP_NUM_THREADS", "")
         return int(limit) if limit.isdigit() and int(limit) else _native.default_num_threads()
     if asked < 1:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -63,7 +65,7 @@ def models():
     def get(name):
         if name not in made:
             config = tiny_config(**MODELS[name])
-            params = draw_params(config, seed=len(made))
+            params = draw_params(config, seed=sorted(MODELS).index(name))
             made[name] = config, make_eager(config, params), make_cpu(config, params)
         return made[name]
 
@@ -227,6 +229,47 @@ def test_cancel_from_another_thread_ends_a_long_answer(models):
     timer.join()
     assert events[-1].end_reason in ("cancelled", "max_tokens")
     assert fast(cpu, request_for(config, range(10), max_tokens=3))[-1].end_reason == "max_tokens"
+
+
+def test_cancel_within_a_long_prefill_ends_at_a_chunk():
+    """The flag is set while some chunk runs: later ones do not, nothing is answered, and the engine goes on as new."""
+    from dlmrt.decode.native import run_loop
+
+    config = tiny_config(max_position_embeddings=1 << 16, diffusion={"canvas_length": 8})
+    params = draw_params(config)
+    cpu, fresh = make_cpu(config, params), make_cpu(config, params)
+    num_chunks, chunk = 64, 512
+    prompt = np.arange(num_chunks * chunk) % 250
+    whole = list(fast(fresh, request_for(config, prompt[: 3 * chunk], max_tokens=8)))
+    cancel, seen = threading.Event(), []
+    cancel.set()
+    request = request_for(config, prompt, cancel=cancel, max_tokens=8)
+    fast(cpu, request)  # binds the program
+    (program,) = [program for key, program in cpu._store._programs.items() if key[0] == "loop"]
+    cancel.clear()
+    reader = threading.Thread(target=lambda: seen.extend(run_loop(cpu, request)))
+    reader.start()
+    while reader.is_alive() and not program.scalars["num_prefill_forwards"][0]:
+        time.sleep(0.001)
+    cancel.set()
+    reader.join()
+    prefill, end = seen
+    assert 0 < len(prefill.forwards) < num_chunks and end.end_reason == "cancelled" and not end.answer
+    assert program.scalars["context"][0] == chunk * len(prefill.forwards)
+    assert_bit_equal(whole, fast(cpu, request_for(config, prompt[: 3 * chunk], max_tokens=8)))
+
+
+def test_more_threads_than_cores_give_the_same_bytes(monkeypatch, rng):
+    config = tiny_config(residual=with_adapter())
+    params = draw_params(config)
+    request = request_for(config, rng.integers(0, 250, 40), max_tokens=24, **RULES["threshold"])
+    expected = fast(make_cpu(config, params), request)
+    num_threads = 4 * len(os.sched_getaffinity(0))
+    monkeypatch.setenv("DLMRT_NUM_THREADS", str(num_threads))
+    many = make_cpu(config, params, num_threads=None)
+    assert many._store._pool.size == num_threads
+    for _ in range(3):
+        assert_bit_equal(expected, fast(many, request))
 
 
 def test_a_reader_that_leaves_stops_the_loop(models):
