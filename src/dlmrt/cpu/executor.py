@@ -195,7 +195,8 @@ class CpuDenoiser:
         self._store.reserve(positions, 0)
         key = ("loop", options)
         program = self._store.get(
-            key, lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
+            key,
+            lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity, drops_rows=True),
         )
         program.set(**{name: value for name, value in scalars.items() if name in program.scalars})
         _fill(program, **arrays)

@@ -22,8 +22,10 @@ from pairs import (
     with_adapter,
 )
 
+from dlmrt.cpu import executor
 from dlmrt.decode.loop import BlockEvent, StepEvent
 from dlmrt.errors import NonFiniteError
+from dlmrt.program.loop import record_loop
 from dlmrt.testing import END, tiny_config
 
 RULES = {
@@ -45,9 +47,14 @@ MODELS = {
         "architecture": "A2DQwen2LMHeadModel", "has_qkv_bias": True, "diffusion": {"context_attention": "block_causal"},
     },
     "mask_grid_causal": {"diffusion": {"block_anchor": "position_zero", "in_block_attention": "causal"}},
+    "mask_shift_causal": {"diffusion": {"logit_shift": 1, "in_block_attention": "causal"}},
+    "mask_shift_causal_grid": {
+        "diffusion": {"logit_shift": 1, "in_block_attention": "causal", "block_anchor": "position_zero"},
+    },
     "mask_residual": {"residual": with_adapter()},
     "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
     "uniform": {"diffusion": {"noise": "uniform"}},
+    "uniform_shift_causal": {"diffusion": {"noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}},
     "uniform_residual_grid": {
         "residual": with_adapter(), "diffusion": {"noise": "uniform", "block_anchor": "position_zero"},
     },
@@ -128,6 +135,36 @@ def test_the_step_loop_over_the_cpu_executor_gives_the_same_bytes(models, rng):
     request = request_for(config, rng.integers(0, 250, 20), max_tokens=24, **RULES["threshold"])
     by_hand, native = slow(cpu, request), fast(cpu, request)
     assert_same(by_hand, native)
+
+
+def with_all_rows(*args, **named):
+    return record_loop(*args, **named | {"drops_rows": False})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["mask_shift_causal", "mask_shift_causal_grid", "uniform_shift_causal"])
+def test_rows_that_are_known_are_left_out_without_a_trace(name, dtype, monkeypatch, rng):
+    """Causal slots with shifted logits: a step computes from the first id that changed, and the bytes are the same."""
+    config = tiny_config(**MODELS[name])
+    params = draw_params(config)
+    cpu, whole = (make_cpu(config, params, dtype=dtype) for _ in range(2))
+    length, num_dropped = config.diffusion.canvas_length, 0
+    for rule, sampling in itertools.product(RULES, SAMPLINGS.values()):
+        asked = {"commit_rule": rule, "max_tokens": 29, "ignore_eos": True, **RULES[rule], **sampling}
+        request = request_for(config, rng.integers(0, 250, int(rng.integers(1, 20))), **asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "record_loop", with_all_rows)
+            expected = fast(whole, request)
+        events = fast(cpu, request)
+        assert_bit_equal(expected, events)
+        *_, before, last = (event.state for event in events if isinstance(event, StepEvent))
+        if last.step:
+            is_changed = before.canvas_L[:-1] != last.canvas_L[:-1]
+            first = int(np.append(np.flatnonzero(is_changed), length - 1)[0])
+            *_, program = (program for key, program in cpu._store._programs.items() if key[0] == "loop")
+            assert program.scalars["num_changed"][0] == length - 1 - first
+            num_dropped += first
+    assert num_dropped > 0
 
 
 @pytest.mark.parametrize("threads", [2, 3])

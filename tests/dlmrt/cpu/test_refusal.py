@@ -23,7 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent / "kernels"))  # for the build
 PROMPT = np.arange(3, 24, dtype=np.int32)
 CONFIGS = {
     "mask_residual": lambda: tiny_config(residual=with_adapter()),
-    "uniform_shift": lambda: tiny_config(diffusion={"noise": "uniform", "logit_shift": 1}),
+    "uniform_shift": lambda: tiny_config(
+        diffusion={"noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}
+    ),
     "llada2": two_layers_of_llada2,
     "gemma": two_layers_of_gemma,
 }

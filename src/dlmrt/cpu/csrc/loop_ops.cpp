@@ -217,6 +217,23 @@ std::unique_ptr<Op> start_step(const Fields& f) {
   });
 }
 
+// 4, 10: rows of slots that are not known yet, or stand behind one whose id has changed.
+std::unique_ptr<Op> changed_rows(const Fields& f) {
+  const int64_t length = f.size("length");
+  return make([ids = slots_of(f, "ids"), positions = slots_of(f, "positions"), visible = slots_of(f, "visible"),
+               step = f.get<int32_t>("step"), known = slots_of(f, "known_ids"), count = f.get<int32_t>("num_changed"),
+               row_ids = slots_of(f, "row_ids"), row_positions = slots_of(f, "row_positions"),
+               row_visible = slots_of(f, "row_visible"), num_rows = f.integer("num_rows", 1, length), length] {
+    if (*step == 0) std::fill_n(known, length, -1);
+    const int64_t first = std::mismatch(ids, ids + num_rows, known).first - ids;
+    *count = static_cast<int32_t>(num_rows - first);
+    std::copy(ids + first, ids + num_rows, known + first);
+    std::copy(ids + first, ids + num_rows, row_ids);
+    std::copy(positions + first, positions + num_rows, row_positions);
+    std::copy(visible + first, visible + num_rows, row_visible);
+  });
+}
+
 // The block that a rule works on, and what all rules leave.
 struct Block {
   explicit Block(const Fields& f)
@@ -467,6 +484,7 @@ std::unique_ptr<Op> make_loop_op(const Fields& f) {
       {"finish_chunk", finish_chunk},
       {"start_block", start_block},
       {"start_step", start_step},
+      {"changed_rows", changed_rows},
       {"commit_threshold", commit_threshold},
       {"commit_steps", commit_steps},
       {"commit_entropy_bound", commit_entropy_bound},

@@ -332,7 +332,7 @@ class HiddenStore : public Op {
   const int32_t* positions_;
 };
 
-// Row i of y is row i - 1 of hidden; row 0 is the last committed one, and a single row needs no hidden.
+// Row i of y is row i - 1 of hidden, or without it of the rows kept behind the context; row 0 is the last committed one.
 class Shift : public Op {
  public:
   explicit Shift(const Fields& f)
@@ -340,15 +340,14 @@ class Shift : public Op {
         width_(f.size("width")),
         hidden_(f.find<float>("hidden", product(rows_.max(), width_))),
         cache_(f.get<float>("cache")),
-        context_(f.scalar("context", hidden_ ? 0 : 1, f.count<float>("cache") / width_)),
-        y_(f.get<float>("y", product(rows_.max(), width_))) {
-    f.require(hidden_ || rows_.max() == 1, "several rows need operand 'hidden'");
-  }
+        context_(f.scalar("context", 0, f.count<float>("cache") / width_ - (hidden_ ? 0 : rows_.max() - 1))),
+        y_(f.get<float>("y", product(rows_.max(), width_))) {}
   void run(const Context&) override {
     const size_t row = static_cast<size_t>(width_) * sizeof(float);
+    const float* rest = hidden_ ? hidden_ : cache_ + *context_ * width_;
     // Slot 0 of the whole sequence has no row before it: it is the prompt's, so what it reads is not used.
-    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : hidden_, row);
-    if (rows_() > 1) std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
+    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : rest, row);
+    if (rows_() > 1) std::memcpy(y_ + width_, rest, row * static_cast<size_t>(rows_() - 1));
   }
 
  private:
