@@ -29,7 +29,7 @@ class Environment:
 
     executor: str = "auto"  # who runs the loop; checked by the engine, which knows the names
     dtype: str = "auto"  # compute type; auto: the checkpoint's
-    num_threads: int | None = None  # CPU threads; None: the executor's choice
+    num_threads: int | None = None  # CPU threads where a caller asks for none; None: the executor's choice
     cuda_graph: str = "loop"  # how the cuda executor runs loops: loop, step or off
     cpu_isa: str = ""  # instruction set of the cpu executor's kernels; empty: the best one that runs here
     log_level: str = "warning"  # one of LOG_LEVELS

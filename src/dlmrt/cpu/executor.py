@@ -195,7 +195,8 @@ class CpuDenoiser:
         self._store.reserve(positions, 0)
         key = ("loop", options)
         program = self._store.get(
-            key, lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
+            key,
+            lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity, drops_rows=True),
         )
         program.set(**{name: value for name, value in scalars.items() if name in program.scalars})
         _fill(program, **arrays)
@@ -339,6 +340,8 @@ def _result(program: NativeProgram, name: str, length: int) -> Float32:
 
 
 def _num_threads(asked: int | None) -> int:
+    if asked is None:
+        asked = Environment.read().num_threads
     if asked is None:
         limit = os.environ.get("OMP_NUM_THREADS", "")
         return int(limit) if limit.isdigit() and int(limit) else _native.default_num_threads()

@@ -22,7 +22,6 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, If, Kernel, Node, Program, Value, While, maximum
-from dlmrt.program.record import URGENT
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 
@@ -274,7 +273,7 @@ class _Lowering(Experts):
         inputs = {"weight": head.weight, "temperature": i["step_temperature"], "banned": i["banned"]}
         self._emit(
             "head_stats", rows, inputs | head.cells.operands() | keys, written, operand=DTYPES[head.cells.dtype],
-            row_stride=stride, max_rows=maximum(rows), **({"softcap": head.cap} if head.cap else {}),
+            row_stride=stride, **({"softcap": head.cap} if head.cap else {}),
         )  # fmt: skip
         self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
         if is_filtered:
@@ -299,11 +298,8 @@ class _Lowering(Experts):
     # Loop operations pass through, with the canvas length as a number.
 
     def _lower_publish(self, node: Kernel) -> None:
-        sizes: dict[str, Value] = {f"bytes.{name}": b.num_bytes for name, b in node.inputs.items() if name != URGENT}
         kind = RECORD_KINDS.index(str(node.attributes["kind"]))
-        self._nodes.append(
-            Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind} | sizes)
-        )
+        self._nodes.append(Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind}))
 
     def _lower_other(self, node: Kernel) -> None:
         """An operation of the loop; of the model's, those that no supported family uses have no kernel."""

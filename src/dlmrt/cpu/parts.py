@@ -246,8 +246,8 @@ class Parts:
     ) -> None:  # fmt: skip
         """One native node over `rows` rows: a constant, the buffer that holds the number, or None: it knows itself."""
         count = {"rows": rows.count} if isinstance(rows, Rows) else {}
-        if isinstance(rows, int):
-            attributes["rows"] = rows
+        if rows is not None:
+            attributes["max_rows" if count else "rows"] = maximum(rows)
         self._nodes.append(Kernel(op=op, inputs=dict(inputs) | count, outputs=dict(outputs), attributes=attributes))
 
 

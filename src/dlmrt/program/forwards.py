@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
-from dlmrt.program.nodes import Buffer, Program, Rows
+from dlmrt.program.nodes import Buffer, Dim, Program, Rows
 from dlmrt.program.record import CacheAttention, Recorder
 
 CONTEXT = "context."  # states of this prefix are the committed context, which all programs of a model share
@@ -85,10 +85,17 @@ class ModelParts:
         hidden = None
         if self._hidden is None or ids.shape[0] != 1:
             hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
+        return self._logits(hidden, context, ids.shape[0])
+
+    def stored_canvas(self, context: Buffer, length: int) -> Buffer:
+        """Logits [L, V] of a canvas whose rows went through `extend`, for shifted logits: no row is computed here."""
+        return self._logits(None, context, length)
+
+    def _logits(self, hidden: Buffer | None, context: Buffer, rows: Dim) -> Buffer:
         if self._hidden is not None:
             # One shifted row is the last committed one: next-token prediction needs no forward over the canvas.
             operands = {"hidden": hidden, "cache": self._hidden, "context": context}
-            hidden = self.recorder.call("shift", operands, dims={"T": ids.shape[0]})["y"]
+            hidden = self.recorder.call("shift", operands, dims={"T": rows})["y"]
         assert hidden is not None
         logits: Buffer = self.family.head(self.recorder, self._head_params, self.config, hidden)
         return logits

@@ -53,18 +53,37 @@ class LoopOptions:
     keeps_residual: bool = False  # step records carry the residual that the next step consumes
 
 
-def record_loop(config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int) -> Program:
-    """The whole loop for one request in a context of `capacity` positions."""
+def record_loop(
+    config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int, drops_rows: bool = False
+) -> Program:
+    """The whole loop for one request in a context of `capacity` positions.
+
+    Args:
+        drops_rows: rows whose results are known are left out of canvas and commit forwards, where `can_drop_rows`.
+    """
     recorder = Recorder("loop", cache=formats.cache)
-    return _Loop(recorder, config, formats, options, capacity).record()
+    return _Loop(recorder, config, formats, options, capacity, drops_rows=drops_rows).record()
+
+
+def can_drop_rows(config: ModelConfig, options: LoopOptions) -> bool:
+    """Whether a canvas row stays what it was while no id up to it changes, and what it predicts can be read later.
+
+    So it is where slots see only slots before them, no residual enters, the rows of a block share no experts, and
+    logits are shifted: final hidden states are then kept by position, and nobody reads that of the last slot.
+    """
+    diffusion = config.diffusion
+    assert diffusion is not None
+    is_causal = diffusion.in_block_attention == "causal" and diffusion.logit_shift == 1
+    return is_causal and options.canvas_length > 1 and not options.use_residual and config.moe is None
 
 
 class _Loop:
     """Buffers of the loop by name, and its parts in order."""
 
     def __init__(
-        self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int
-    ) -> None:
+        self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int,
+        *, drops_rows: bool,
+    ) -> None:  # fmt: skip
         self.r, self.config, self.options = recorder, config, options
         self.model = ModelParts(recorder, config, formats, capacity=capacity)
         self.diffusion = self.model.diffusion
@@ -99,6 +118,13 @@ class _Loop:
                  "more_steps", "num_edits", "is_finite", "is_continued", "is_urgent", "needs_commit"), "int32",
             ) | {"num_answer": "int64", "step_temperature": "float32"}
         )  # fmt: skip
+        self.drops_rows = drops_rows and can_drop_rows(config, options)
+        if self.drops_rows:
+            self._scalars({"num_changed": "int32"})
+            rows = Rows(symbol="T", maximum=length, count=self.buffers["num_changed"])
+            self.buffers["known_ids"] = recorder.state("known_ids", "int32", (length,))
+            for name in ("row_ids", "row_positions", "row_visible"):
+                self.buffers[name] = recorder.state(name, "int32", (rows,))
         self.residual: Buffer | None = None
         if options.use_residual:
             shape = (length, config.hidden_size)
@@ -142,10 +168,7 @@ class _Loop:
         """Steps 4 to 8 and the record of the step."""
         b, r, options = self.buffers, self.r, self.options
         self._call("start_step", {"is_schedule": options.commit_rule == "entropy_bound"})
-        where = b["was_open"] if self.diffusion.residual.where == "masked" else None
-        logits = self.model.canvas(
-            b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where
-        )
+        logits = self._canvas()
         self._predict(logits)
         with r.if_(b["is_finite"]):
             self._commit()
@@ -165,6 +188,19 @@ class _Loop:
                 fields["residual"] = self.residual
             r.publish("step", self.ring, fields, urgent=b["is_urgent"])
         self._call("finish_step")
+
+    def _canvas(self) -> Buffer:
+        """Step 4."""
+        b = self.buffers
+        if self.drops_rows:
+            self._extend_changed(b["before"], b["visible"], num_rows=self.options.canvas_length - 1)
+            return self.model.stored_canvas(b["context"], self.options.canvas_length)
+        where = b["was_open"] if self.diffusion.residual.where == "masked" else None
+        return self.model.canvas(b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where)
+
+    def _extend_changed(self, ids: Buffer, visible: Buffer, *, num_rows: int) -> None:
+        self._call("changed_rows", {"num_rows": num_rows}, inputs={"ids": ids, "visible": visible})
+        self.model.extend(*(self.buffers[name] for name in ("row_ids", "row_positions", "row_visible")))
 
     def _predict(self, logits: Buffer) -> None:
         """Step 5."""
@@ -190,7 +226,10 @@ class _Loop:
         b, r = self.buffers, self.r
         self._call("close_block")
         with r.if_(b["needs_commit"]):
-            self.model.extend(b["answer"], b["positions"], b["commit_visible"])
+            if self.drops_rows:
+                self._extend_changed(b["answer"], b["commit_visible"], num_rows=self.options.canvas_length)
+            else:
+                self.model.extend(b["answer"], b["positions"], b["commit_visible"])
             self._call("commit_rows", {"length": self.options.canvas_length})
         r.publish(
             "block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row")

@@ -59,7 +59,7 @@ MODEL_OPS = {
     "soft_cap": "logits:act[T,V] -> y:act[T,V]",
     "soft_embedding": "probs:float32[T,V] table:weight[V,D] -> z:float32[T,D]",
     # logit_shift 1: the final hidden states of committed rows, kept by position; slot 0 reads the one before
-    # `context`
+    # `context`; without `hidden` the others read what is kept of the canvas
     "hidden_store": "hidden:act[T,D] positions:int32[T] cache:act[C,D] -> cache",
     "shift": "hidden?:act[T,D] cache:act[C,D] context:int32[] -> y:act[T,D]",
     # a result that outlives the run
@@ -111,6 +111,12 @@ LOOP_OPS = {
     "start_step": (
         "canvas:int32[L] is_open:bool[L] step:int32[] temperature:float64[] t_min?:float64[] t_max?:float64[] "
         "max_steps:int32[] -> before:int32[L] was_open:bool[L] step_temperature:float32[]"
+    ),
+    # 4 and 10 of a canvas whose rows see only those before them: from the first slot whose id is not the one that
+    # its keys, values and hidden state are known for, up to attribute `num_rows`
+    "changed_rows": (
+        "ids:int32[L] positions:int32[L] visible:int32[L] step:int32[] known_ids:int32[L] -> known_ids "
+        "num_changed:int32[] row_ids:int32[T] row_positions:int32[T] row_visible:int32[T]"
     ),
     # 6 commit, one operation a rule
     "commit_threshold": (
