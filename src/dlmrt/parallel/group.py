@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,9 @@ from torch.distributed.rendezvous import rendezvous
 from dlmrt.errors import DeviceError
 from dlmrt.parallel.pulse import Pulse
 from dlmrt.parallel.ranks import Ranks
+
+if TYPE_CHECKING:
+    from dlmrt.cuda.comm import SymmetricSum
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +54,7 @@ class Group:
     ) -> None:  # fmt: skip
         self.rank, self.size = ranks.rank, ranks.size
         self.device = _device(ranks)
-        self._num_collectives = 0
+        self._number = self._num_collectives = 0  # of commands, and of collectives in this one
         self._doing = "starting"
         self.loss: str | None = None  # report of a rank that is gone
         self._on_loss = on_loss
@@ -68,7 +71,7 @@ class Group:
         self._store = PrefixStore("torch", store)
         self._timeout = timedelta(seconds=timeout_s)
         self._commands: Any = None
-        self._sum: Callable[[Tensor], Tensor] = self._gathered_sum
+        self._symmetric: SymmetricSum | None = None  # on GPUs that read each other's memory
 
     def connect(self) -> None:
         """Open the connections that tensors and commands go through."""
@@ -79,22 +82,24 @@ class Group:
             )
             self._commands = dist.new_group(backend="gloo", timeout=_IDLE)
             if self.device.type == "cuda":
-                self._sum = self._symmetric_sum()
+                self._symmetric = self._symmetric_sum()
 
-    def do(self, what: str) -> None:
-        """Say what this rank does now, for reports."""
-        self._doing, self._num_collectives = what, 0
-        self.pulse.doing = what
+    def do(self, what: str, *, number: int = 0) -> None:
+        """Say what this rank does now, for reports: command `number`, or what comes before all commands."""
+        self._doing, self._number, self._num_collectives = what, number, 0
+        self.pulse.doing, self.pulse.place = what, (number, 0)
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` of every rank [P, ...] in their order; shapes are equal."""
         with self._guarded("gather"):
+            if self._symmetric is not None:
+                self._symmetric.check()  # what is gathered was made of sums
             return self._gathered(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of every rank's `x` in their order, in fp32, rounded once; the same bits on every rank."""
         with self._guarded("sum"):
-            return self._sum(x)
+            return self._gathered_sum(x) if self._symmetric is None else self._symmetric(x)
 
     def command(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank; the others wait for them as long as rank 0 lives."""
@@ -133,6 +138,7 @@ class Group:
             raise DeviceError(self.loss)
         self._num_collectives += 1
         self.pulse.doing = f"{self._doing}, {kind} {self._num_collectives}"
+        self.pulse.place = (self._number, self._num_collectives)
         try:
             yield
         except DeviceError:
@@ -149,20 +155,20 @@ class Group:
         return total.to(x.dtype)
 
     def _gathered(self, x: Tensor) -> Tensor:
-        found = x.new_empty(self.size * x.numel())
+        found = x.new_empty(self.size, x.numel())
         if x.numel():
-            dist.all_gather(list(found.split(x.numel())), x.reshape(-1))
+            dist.all_gather(list(found), x.reshape(-1))
         return found.reshape(self.size, *x.shape)
 
-    def _symmetric_sum(self) -> Callable[[Tensor], Tensor]:
-        """One-shot sums through symmetric memory, or through nccl with a logged reason."""
+    def _symmetric_sum(self) -> SymmetricSum | None:
+        """One-shot sums through symmetric memory; None, with a logged reason, where sums have to go through nccl."""
         from dlmrt.cuda.comm import SymmetricSum
 
         try:
             return SymmetricSum(self.device, self._gathered_sum, timeout_s=self._timeout.total_seconds())
         except (ImportError, RuntimeError, NotImplementedError) as error:
             logger.warning("no symmetric memory (%s): sums go through nccl", _first_line(error))
-            return self._gathered_sum
+            return None
 
 
 def _device(ranks: Ranks) -> torch.device:

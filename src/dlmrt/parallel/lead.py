@@ -124,7 +124,7 @@ class LeadingDenoiser:
         """Call `method` of every rank's part; what rank 0's returns."""
         self._numbers += 1
         command = (self._numbers, method, what, self._kept.packed(arguments))
-        self._group.do(f"command {self._numbers}, {what}")
+        self._group.do(f"command {self._numbers}, {what}", number=self._numbers)
         self._group.command(pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL))
         try:
             return getattr(self._part, method)(**arguments)
@@ -182,7 +182,7 @@ def obey(part: ShardedDenoiser, group: Group) -> None:
     """Run the commands of one `LeadingDenoiser` on this rank's part until it sends an empty one."""
     kept, expected = _Kept(), 0
     while True:
-        group.do(f"waiting for command {expected + 1}")
+        group.do(f"waiting for command {expected + 1}", number=expected)
         payload = group.command(None)
         if not payload:
             return
@@ -190,7 +190,7 @@ def obey(part: ShardedDenoiser, group: Group) -> None:
         expected += 1
         if number != expected or method not in _METHODS:
             raise DeviceError(f"rank {group.rank} got command {number}, {method!r}, where {expected} was to come")
-        group.do(f"command {number}, {what}")
+        group.do(f"command {number}, {what}", number=number)
         try:
             result = getattr(part, method)(**kept.unpacked(arguments))
         except DeviceError:

@@ -37,6 +37,7 @@ class Pulse:
     ) -> None:
         self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
         self.doing = "starting"  # written by whoever does it
+        self.place = (0, 0)  # command, collective in it: who is behind keeps the others waiting
         self.on_loss = on_loss
         self._state = "lives"
         self._lines: deque[str] = deque(maxlen=_NUM_LINES)
@@ -71,8 +72,11 @@ class Pulse:
         if self._lost_store is not None and not suspects:
             return f"rank 0 of {self.size}, or the store that it keeps, is gone ({self._lost_store}); start all again"
         if not suspects:
-            places = "; ".join(f"rank {rank}: {self._words(rank)}" for rank in self._quiet)
-            return f"all {self.size} ranks live, but they wait for each other ({places}); start all again"
+            places = {rank: tuple(words["place"]) for rank, words in self._others.items()} | {self.rank: self.place}
+            last = min(places.values())
+            suspects = [rank for rank, place in places.items() if place == last and rank != self.rank]
+        if not suspects:
+            return f"the other {self.size - 1} ranks wait for rank {self.rank}, at {self.doing}; start all again"
         return f"{'; '.join(map(self._account, suspects))}; start all again"
 
     def meet(self, name: str, value: str, patience_s: float) -> list[str]:
@@ -120,7 +124,8 @@ class Pulse:
         with self._lock:
             self._beats += 1
             words = {
-                "beats": self._beats, "state": self._state, "doing": self.doing, "lines": list(self._lines),
+                "beats": self._beats, "state": self._state, "doing": self.doing, "place": self.place,
+                "lines": list(self._lines),
             }  # fmt: skip
             self.store.set(f"pulse.{self.rank}", json.dumps(words))
             for rank in self._ranks():
@@ -156,9 +161,12 @@ class Pulse:
         return [rank for rank, words in self._others.items() if words["state"] == "failed"]
 
     def _account(self, rank: int) -> str:
-        how = f"has not been heard of for {self._quiet[rank] * BEAT_S:.1f} s"
+        quiet_s = self._quiet[rank] * BEAT_S
+        how = "lives, but the others wait for it"
         if self._others[rank]["state"] == "failed":
             how = "has failed"
+        elif quiet_s > SUSPECT_S:
+            how = f"has not been heard of for {quiet_s:.1f} s"
         return f"rank {rank} of {self.size} {how}; it was at: {self._words(rank)}"
 
     def _words(self, rank: int) -> str:
