@@ -61,12 +61,13 @@ class SymmetricSum:
         turn, width = self._number % 2, x.shape[-1]
         own = self._buffer[turn * BUFFER_BYTES :][: x.numel() * x.element_size()].view(x.dtype)
         own.copy_(x.reshape(-1))
-        comm.announce[(self._size,)](self._pads, self._number, self._rank, P=self._size, IS_DEVICE=True)
+        comm.meet[(self._size,)](
+            self._pads, self._status, self._number, self._rank, self._limit, IS_DEVICE=True, num_warps=1
+        )
         total = torch.empty_like(x, memory_format=torch.contiguous_format)
         comm.sum_terms[(x.numel() // width,)](
-            self._buffers[turn], self._pads, total, total, total, total, self._status, self._number, self._rank,
-            self._limit, 0.0, D=width, DP=power_of_two(width), P=self._size, HAS_X=False, HAS_NORM=False,
-            IS_DEVICE=True,
+            self._buffers[turn], total, total, total, total, self._status, 0.0, D=width, DP=power_of_two(width),
+            P=self._size, HAS_X=False, HAS_NORM=False,
         )  # fmt: skip
         return total
 

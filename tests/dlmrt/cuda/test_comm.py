@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -14,17 +20,19 @@ def addresses(tensors) -> torch.Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64)
 
 
-def announce(pads, number, rank):
-    comm.announce[(len(pads),)](addresses(pads), number, rank, P=len(pads), IS_DEVICE=False)
+def meet(pads, number, rank, limit=3):
+    """Status of `rank` behind its meeting."""
+    status = torch.zeros(1, dtype=torch.int32)
+    comm.meet[(len(pads),)](addresses(pads), status, number, rank, limit, IS_DEVICE=False)
+    return status
 
 
-def sum_terms(terms, pads, *, number, rank=0, x=None, weight=None, limit=3):
+def sum_terms(terms, pads, *, number, rank=0, x=None, weight=None):
     rows, width = terms[0].shape
-    total, normed, status = torch.zeros(rows, width), torch.zeros(rows, width), torch.zeros(1, dtype=torch.int32)
+    total, normed, status = torch.zeros(rows, width), torch.zeros(rows, width), meet(pads, number, rank)
     comm.sum_terms[(rows,)](
-        addresses(terms), addresses(pads), total if x is None else x, total if weight is None else weight, total,
-        normed, status, number, rank, limit, 1e-6, D=width, DP=power_of_two(width), P=len(terms), HAS_X=x is not None,
-        HAS_NORM=weight is not None, IS_DEVICE=False,
+        addresses(terms), total if x is None else x, total if weight is None else weight, total, normed, status, 1e-6,
+        D=width, DP=power_of_two(width), P=len(terms), HAS_X=x is not None, HAS_NORM=weight is not None,
     )  # fmt: skip
     return total, normed, int(status)
 
@@ -39,7 +47,7 @@ def make(size, rows, width):
 def test_every_rank_has_the_sum_in_the_order_of_the_ranks(size, rows, width):
     terms, pads = make(size, rows, width)
     for rank in range(size):
-        announce(pads, 1, rank)
+        meet(pads, 1, rank)
     expected = torch.zeros(rows, width)
     for term in terms:
         expected = expected + term
@@ -55,7 +63,7 @@ def test_the_skip_stream_and_the_norm_are_those_of_the_operations():
     terms, pads = make(2, 3, 37)
     x, weight = torch.randn(3, 37), torch.randn(37)
     for rank in range(2):
-        announce(pads, 7, rank)
+        meet(pads, 7, rank)
     total, normed, status = sum_terms(terms, pads, number=7, x=x, weight=weight)
     assert status == 0
     assert torch.equal(total, x + terms[0] + terms[1])
@@ -64,12 +72,29 @@ def test_the_skip_stream_and_the_norm_are_those_of_the_operations():
 
 def test_a_rank_that_does_not_come_is_named_and_nothing_is_written():
     terms, pads = make(3, 2, 16)
-    announce(pads, 4, 0)
-    announce(pads, 3, 1)  # an older number does not count
-    announce(pads, 4, 2)
+    meet(pads, 4, 0)
+    meet(pads, 3, 1)  # an older number does not count
+    meet(pads, 4, 2)
     total, _, status = sum_terms(terms, pads, number=4)
     assert status == 2  # rank 1
     assert not total.any()
+
+
+@pytest.mark.timeout(300)
+def test_kernels_compile_and_order_their_memory(tmp_path):
+    """For sm_90a, sm_100a and sm_120a; a number is written behind a fence and read before what it announces."""
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, str(Path(__file__).parent / "aot_comm.py"), "90", "100", "120"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(kernel["kernel"], kernel["sm"]) for kernel in compiled] == [
+        (name, sm) for sm in (90, 100, 120) for name in ("meet", "sum_terms")
+    ]
+    for kernel in compiled:
+        is_meeting = kernel["kernel"] == "meet"
+        assert (kernel["fence"], kernel["release"], kernel["acquire"] > 0) == (is_meeting, is_meeting, is_meeting)
 
 
 def test_symmetric_memory_has_what_is_asked_of_it():
