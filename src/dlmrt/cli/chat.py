@@ -20,7 +20,7 @@ import typer
 
 from dlmrt.cli import options
 from dlmrt.cli.report import timings
-from dlmrt.cli.session import DEFAULT_MODEL, Loaded, load, notice, run_request, start
+from dlmrt.cli.session import DEFAULT_MODEL, Loaded, followed_model, load, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, View, canvas_is_possible
 from dlmrt.errors import DlmrtError, UsageError, nearest
 from dlmrt.types import DecodeConfig, GenerateResult, Message
@@ -65,6 +65,8 @@ def chat(
     here: dict[str, Any] = {
         "executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision, "adapter": adapter,
     }  # fmt: skip
+    if base_url is None and followed_model(name, environment, **here):
+        return
     if base_url is None:
         loaded = load(name, environment, **here)
     else:

@@ -13,7 +13,7 @@ import typer
 from dlmrt.cli import options
 from dlmrt.cli.chat import talk
 from dlmrt.cli.report import print_json, result_document, timings
-from dlmrt.cli.session import DEFAULT_MODEL, load, names_model, notice, run_request, start
+from dlmrt.cli.session import DEFAULT_MODEL, followed_model, load, names_model, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, SilentView, View, canvas_is_possible
 from dlmrt.errors import UsageError
 from dlmrt.types import Message
@@ -60,6 +60,8 @@ def generate(
         "revision": revision,
         "adapter": adapter,
     }
+    if followed_model(name, environment, **source):
+        return
     if text is None and context.info_name == "run" and sys.stdin.isatty() and not (raw or json_output or show_timings):
         talk(load(name, environment, **source), config, system=system, plain=False, quiet=quiet)
         return

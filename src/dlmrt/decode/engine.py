@@ -47,6 +47,7 @@ from dlmrt.errors import (
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.models.typed import shown
+from dlmrt.parallel.ranks import EXECUTOR as PARALLEL
 from dlmrt.types import (
     Assignable,
     CanvasEvent,
@@ -69,6 +70,7 @@ EXECUTORS: dict[str, tuple[str, str, str]] = {
     "cuda": ("dlmrt.cuda.executor", "triton", "pip install 'dlmrt[cuda]'"),
     "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "install dlmrt from a wheel, or with a C++17 compiler at hand"),
     "eager": ("dlmrt.eager.executor", "torch", "pip install 'dlmrt[train]'"),
+    PARALLEL: ("dlmrt.parallel.lead", "torch", "pip install 'dlmrt[train]'"),
 }
 
 AUTO = ("cpu", "eager")  # in the order in which "auto" tries them; cuda joins when it has run on a GPU (docs/gpu.md)
@@ -108,6 +110,14 @@ def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_thre
         return cast(Denoiser, loaded)
     _, package, way = EXECUTORS[names[-1]]
     raise MissingDependencyError(f"executor {names[-1]!r} needs {package}, not installed; {way}")
+
+
+def open_model(
+    name_or_path: str | Path, *, revision: str | None = None, adapter: str | Path | None = None
+) -> Checkpoint:
+    """Open a model by embedded name, folder or hub id, with a residual adapter laid over it if one is given."""
+    checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
+    return checkpoint if adapter is None else with_adapter(checkpoint, open_adapter(Path(adapter)))
 
 
 def with_stop_tokens(config: ModelConfig, codec: TextCodec) -> ModelConfig:
@@ -164,9 +174,7 @@ class Engine:
             revision: branch, tag or commit of a hub repository.
             adapter: folder of a residual adapter that was trained on this model (`dlmrt.checkpoint.adapter`).
         """
-        checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
-        if adapter is not None:
-            checkpoint = with_adapter(checkpoint, open_adapter(Path(adapter)))
+        checkpoint = open_model(name_or_path, revision=revision, adapter=adapter)
         codec = TextCodec.from_folder(checkpoint.folder)
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
         return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)

@@ -34,10 +34,10 @@ from dlmrt.decode.loop import (
     denoise_record,
 )
 from dlmrt.decode.rules import BlockState
-from dlmrt.decode.sampling import Prediction, non_finite_error
 from dlmrt.decode.settings import ResolvedDecode
+from dlmrt.errors import non_finite_error
 from dlmrt.program.loop import END_REASONS, RULE_SCALARS, LoopOptions
-from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, StepState
+from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, Prediction, StepState
 
 POLL_SECONDS = 0.05  # how late a cancel flag set by another thread may reach a loop whose records are far apart
 
@@ -184,7 +184,8 @@ class _NativeBlock(Block):
     def _end_early(self, record: np.void) -> None:
         """The block closed without another step: cancelled, or the model's numbers cannot be used."""
         if END_REASONS[record["end_reason"]] == "non_finite":
-            raise non_finite_error(np.flatnonzero(~record["is_finite_row"]), block=self.block_idx, step=self.state.step)
+            slots = np.flatnonzero(~record["is_finite_row"]).tolist()
+            raise non_finite_error(slots, block=self.block_idx, step=self.state.step)
         assert END_REASONS[record["end_reason"]] == "cancelled", "loop and reader disagree"
         self.end_reason = "cancelled"
 

@@ -34,9 +34,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlmrt.decode.indel import EditHistory, apply_edits, best_other
-from dlmrt.decode.sampling import Prediction
 from dlmrt.decode.settings import ResolvedDecode
-from dlmrt.types import Bool, Float32, Int32
+from dlmrt.types import Bool, Float32, Int32, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)

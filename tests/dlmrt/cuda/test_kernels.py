@@ -13,8 +13,9 @@ import triton.language as tl
 from dlmrt.cuda.kernels import attention, head, loop, matmul, ring, rows
 from dlmrt.cuda.memory import Ring
 from dlmrt.decode.rules import BlockState, entropy_bound_step, quota_step, threshold_step
-from dlmrt.decode.sampling import Prediction, filter_mask
+from dlmrt.decode.sampling import filter_mask
 from dlmrt.ops import eager, formats, numerics
+from dlmrt.types import Prediction
 
 F32 = tl.float32
 

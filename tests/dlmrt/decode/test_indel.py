@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dlmrt.decode.indel import EditIds, apply_edits, best_other
 from dlmrt.decode.rules import indel_step, start_block
-from dlmrt.decode.sampling import Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.decode.settings import resolve
 from dlmrt.errors import UsageError
 from dlmrt.testing import tiny_config
-from dlmrt.types import DecodeConfig
+from dlmrt.types import DecodeConfig, Sampling
 
 MASK, DELETE, SPLIT = 9, 7, 8
 IDS = EditIds(mask=MASK, delete=DELETE, split=SPLIT)
