@@ -1,7 +1,8 @@
 """Kernel nodes -> launches: which Triton kernel, over which grid, with which constants.
 
 A launch is bound once: its grid covers the largest number of rows, its arguments are tensors whose addresses never
-change. Running it again is one call without any decision, which is what a graph captures.
+change. Running it again is one call without any decision, which is what a graph captures. A kernel that computes a flag
+of the loop can set the condition of a graph to it in the same launch.
 
 Source: ours.
 """
@@ -19,12 +20,19 @@ from torch import Tensor
 
 from dlmrt.cuda import tiles
 from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
+from dlmrt.cuda.kernels.condition import LIBRARIES
 from dlmrt.cuda.weights import Packed
 from dlmrt.program.nodes import Buffer, Kernel, Value, maximum
 from dlmrt.program.record import URGENT
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 Place = Tensor | Packed
+
+FLAGS = {  # operations that compute the flag of a While or If, and its name
+    "start_request": "more_prefill", "finish_chunk": "more_prefill", "start_block": "more_steps",
+    "all_finite": "is_finite", "settle": "is_continued", "finish_step": "more_steps", "close_block": "needs_commit",
+    "bound_launch": "goes_on",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +44,21 @@ class Launch:
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages
+    flag: Tensor | None = None  # int32 of a While or If that the kernel computes
 
-    def run(self) -> None:
-        """Launch on the current stream."""
-        self.kernel[self.grid](**self.arguments, **self.options)
+    def run(self, handle: int | None = None) -> None:
+        """Launch on the current stream; with `handle`, also set this condition of a graph to `flag`."""
+        self.kernel[self.grid](**self.arguments, **self.options, **self.condition(handle))
 
-    def prepare(self) -> None:
+    def prepare(self, *, sets_condition: bool = False) -> None:
         """Compile and load the kernel, so that a capture finds it ready."""
         if isinstance(self.kernel, triton.runtime.JITFunction):
-            self.kernel.warmup(**self.arguments, **self.options, grid=self.grid)._init_handles()
+            condition = self.condition(0 if sets_condition else None)
+            self.kernel.warmup(**self.arguments, **self.options, **condition, grid=self.grid)._init_handles()
+
+    def condition(self, handle: int | None) -> dict[str, Any]:
+        """Arguments and options with which a kernel that computes a flag sets the condition `handle`."""
+        return {} if handle is None else {"handle": handle, "SETS": True, "extern_libs": LIBRARIES}
 
 
 class Bound:
@@ -89,7 +103,8 @@ class Bound:
     ) -> Launch:
         """This node as a launch of `kernel`."""
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        return Launch(op=self.node.op, kernel=kernel, grid=grid, arguments=arguments, options=options)
+        flag = arguments[FLAGS[self.node.op]] if self.node.op in FLAGS else None
+        return Launch(op=self.node.op, kernel=kernel, grid=grid, arguments=arguments, options=options, flag=flag)
 
 
 def bind(node: Kernel, places: Mapping[Buffer, Place], *, capability: int) -> Launch:
@@ -199,7 +214,7 @@ def _attention(b: Bound) -> Launch:
         visible=b.place("visible"), first=b.pointer("first", "visible"), acc_out=b.place("acc"),
         lse_out=b.place("lse"), rows=b.place("rows"), M=rows_at_most, scale=b.number("scale"), N=num_heads,
         G=num_kv_heads, H=head_dim, HP=width, CHUNK=b.attribute("chunk"), BR=row_tile, BC=positions,
-        HAS_FIRST=b.has("first"), CDT=compute_type(b.place("q")), num_warps=4 if width <= 128 else 8,
+        HAS_FIRST=b.has("first"), CDT=compute_type(b.place("q")), num_warps=4 if width <= 64 else 8,
     )  # fmt: skip
 
 
@@ -382,7 +397,7 @@ def _pack_record(b: Bound) -> Launch:
 
 def _publish(b: Bound) -> Launch:
     control = b.place("ring")
-    return b.launch(ring.publish, (1,), control=control, IS_DEVICE=control.device.type == "cuda", num_warps=1)
+    return b.launch(ring.publish, (1,), control=control, IS_DEVICE=control.device.type != "cpu", num_warps=1)
 
 
 def _loop_operation(b: Bound) -> Launch:

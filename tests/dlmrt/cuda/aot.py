@@ -159,17 +159,19 @@ def place(buffer):
 def compile_launch(launch, capability):
     """The compiled kernel of `launch` for one architecture."""
     signature, constants, attributes = {}, {}, {}
+    arguments = dict(launch.arguments) | launch.condition(None if launch.flag is None else 0)
+    libraries = {"extern_libs": arguments.pop("extern_libs")} if launch.flag is not None else {}
     for at, parameter in enumerate(launch.kernel.params):
-        value = launch.arguments[parameter.name]
+        value = arguments[parameter.name]
         if isinstance(value, torch.Tensor):
             signature[parameter.name] = "*" + TYPES[value.dtype]
             attributes[(at,)] = [["tt.divisibility", 16]]
         elif parameter.is_constexpr:
             signature[parameter.name], constants[parameter.name] = "constexpr", value
         else:
-            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            signature[parameter.name] = parameter.annotation_type or ("fp32" if isinstance(value, float) else "i32")
     source = ASTSource(launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options))
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(launch.options) | libraries)
 
 
 def resources(cubin):
@@ -204,7 +206,8 @@ def main(capabilities, wanted):
                 "sm": capability, "program": name, "op": launch.op, "shared": compiled.metadata.shared,
                 "mma": sorted(set(re.findall(MMA, ptx))), "is_native_fp4": "mxf4nvf4" in ptx,
                 "has_ftz_product": bool(re.search(r"mul\.(rn\.)?ftz", ptx)),
-                "has_release": "st.release.sys" in ptx, **resources(compiled.asm["cubin"]),
+                "has_release": "st.release.sys" in ptx, "sets_condition": "cudaGraphSetConditional" in ptx,
+                **resources(compiled.asm["cubin"]),
             }  # fmt: skip
             print(json.dumps(result), flush=True)
 

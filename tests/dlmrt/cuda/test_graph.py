@@ -70,10 +70,38 @@ def test_nested_loops_count_as_python_loops_do():
         assert int(count) == 10 * turns and int(hits) == (turns + 1) // 2
 
 
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_kernel_that_computes_a_flag_sets_the_condition_behind_it(is_direct):
+    """In front of a node and at the end of a loop's body; not where the flag is another one or is read later."""
+    more, odd, other, turns, hits = number(3), number(0), number(0), number(0), number(0)
+
+    def action(change, flag):
+        """A launch with this flag; the handle is what the driver gave, as the kernel takes it."""
+        kernel = {(1,): lambda **arguments: change()}
+        return Launch(op="kernel", kernel=kernel, grid=(1,), arguments={}, flag=flag)
+
+    def turn():
+        turns.add_(1), odd.copy_(turns % 2)
+
+    steps = (
+        action(lambda: None, more),
+        loop(
+            more, action(turn, odd), branch(odd, step("hit", lambda: hits.add_(1))), action(lambda: None, other),
+            step("between"), branch(odd, step("nothing")), action(lambda: more.sub_(1), more),
+        ),
+    )  # fmt: skip
+    runner = GraphRunner(steps, is_direct=is_direct)
+    set_by = ["kernel"] if is_direct else ["kernel", "set_condition"]
+    body = [*set_by, ("if", ["hit"]), "kernel", "between", "set_condition", ("if", ["nothing"]), *set_by]
+    assert runner.driver.tree(runner.graph.graph) == [*set_by, ("while", body)]
+    runner.run()
+    assert (int(turns), int(hits)) == (3, 2)
+
+
 def test_an_error_in_a_body_leaves_no_stream_capturing():
     driver = StandInDriver()
 
-    def launch(step):
+    def launch(step, handle):
         raise RuntimeError("boom")
 
     graph = LoopGraph(driver, driver.on_stream, launch)
@@ -94,7 +122,7 @@ def test_a_refusal_of_the_driver_is_reported_with_the_way_out(name):
 def test_kinds_of_nodes_that_bodies_must_not_hold_are_refused():
     driver = StandInDriver()
 
-    def launch(step):
+    def launch(step, handle):
         driver.record(step)
         driver.nodes[driver._last].kind = HOST
 
