@@ -14,16 +14,16 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 
-from dlmrt.checkpoint.load import Checkpoint, load_params
+from dlmrt.checkpoint.load import Checkpoint
 from dlmrt.cuda.programs import MIN_SLOTS, DeviceProgram, ProgramStore
 from dlmrt.cuda.runners import MODES
-from dlmrt.cuda.weights import Packed
+from dlmrt.cuda.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import DeviceError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import DiffusionConfig, ModelConfig
@@ -47,25 +47,25 @@ class CudaDenoiser:
     Args:
         params: tensors by Hugging Face name, on any device.
         config: of the checkpoint; needs its `diffusion` section.
-        dtype: a name of `FORMATS`.
+        dtype: what records call the model's type; a name of `FORMATS` unless `formats` is given.
         device: where everything lies.
         mode: how loops run, a name of `dlmrt.cuda.runners.MODES`.
+        formats: types of weights and caches; None: those of `dtype`.
     """
 
     name = "cuda"
 
     def __init__(
-        self, params: Mapping[str, Tensor], config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",
-        mode: str = "loop",
+        self, params: Params, config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",
+        mode: str = "loop", formats: Formats | None = None,
     ) -> None:  # fmt: skip
         self.config = config
         self.diffusion = _diffusion(config)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
         self.has_residual = family_of(config).has_residual(config)
-        self._formats = FORMATS[dtype]
-        packed = {name: Packed(values=values) for name, values in params.items()}
-        self._store = ProgramStore(config, packed, device=torch.device(device), mode=mode)
+        self._formats = formats or FORMATS[dtype]
+        self._store = ProgramStore(config, params, device=torch.device(device), mode=mode)
         self._length = 0
         self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is on the device after this.
@@ -310,7 +310,8 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     """Load the weights of `checkpoint` onto the first device.
 
     Args:
-        dtype: "auto": float32 for files that hold float32, else bfloat16; or a name of `FORMATS`.
+        dtype: "auto": as the file holds them, what has no kernel as bfloat16; or a name of `FORMATS`, into which every
+            matrix is brought.
         num_threads: of no use here.
 
     Raises:
@@ -327,9 +328,14 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     _diffusion(checkpoint.config)
     if not torch.cuda.is_available():
         raise DeviceError("no CUDA device is there, or this torch was built without CUDA; use executor 'cpu'")
+    weights = checkpoint.weights()
+    kept = kept_formats(weights, checkpoint.config) if dtype == "auto" else {}
     if dtype == "auto":
-        dtype = "float32" if checkpoint.config.dtype == "float32" else "bfloat16"
-    return CudaDenoiser(load_params(checkpoint, dtype=dtype), checkpoint.config, dtype=dtype, mode=mode)
+        dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
+    return CudaDenoiser(
+        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), mode=mode,
+        formats=replace(FORMATS[dtype], named=kept),
+    )  # fmt: skip
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:

@@ -21,7 +21,7 @@ from torch import Tensor
 from dlmrt.cuda import tiles
 from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.kernels.condition import LIBRARIES
-from dlmrt.cuda.weights import Packed
+from dlmrt.cuda.weights import PACKED, Packed
 from dlmrt.program.nodes import Buffer, Kernel, Value, maximum
 from dlmrt.program.record import URGENT
 from dlmrt.program.signatures import LOOP_OPS, signature
@@ -118,28 +118,26 @@ def compute_type(values: Tensor) -> Any:
     return tl.float32 if values.dtype == torch.float32 else tl.bfloat16
 
 
-def _matmul(b: Bound) -> Launch:
+def _weight(b: Bound) -> dict[str, Any]:
+    """Arguments for a weight in any format."""
     weight: Packed = b.place("weight")
+    kept = b.buffers["weight"].dtype
+    return {
+        "weight": weight.values, "scales": weight.values if weight.scales is None else weight.scales,
+        "shared": weight.values if weight.shared is None else weight.shared, "BLOCK": weight.scale_block,
+        "FORMAT": kept if kept in PACKED else "float", "CDT": compute_type(b.place("x")),
+        "num_warps": 8 if kept == "nvfp4" else 4, "num_stages": 3,
+    }  # fmt: skip
+
+
+def _matmul(b: Bound) -> Launch:
     n, k = b.size("weight", 0), b.size("weight", 1)
     splits, rows_at_most = b.size("part", 0), b.size("part", 1)
-    step = tiles.tile_k(b.buffers["weight"].dtype)
-    row_tile = tiles.row_tile(rows_at_most)
-    grid = (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), splits)
-    common = {
-        "x": b.place("x"), "part": b.place("part"), "rows": b.place("rows"), "M": rows_at_most, "N": n, "K": k,
-        "PER": tiles.per_split(k, splits, step), "BM": row_tile, "BN": tiles.TILE_N, "BK": step,
-        "CDT": compute_type(b.place("x")),
-    }  # fmt: skip
-    if b.node.op == "matmul":
-        return b.launch(matmul.matmul, grid, num_stages=3, weight=weight.values, **common)
-    if b.node.op == "matmul_fp8":
-        block = 0 if weight.scale_block == 0 else weight.scale_block
-        return b.launch(
-            matmul.matmul_fp8, grid, num_stages=3, weight=weight.values, scales=weight.scales, BLOCK=block, **common
-        )
+    step, row_tile = tiles.tile_k(b.buffers["weight"].dtype), tiles.row_tile(rows_at_most)
     return b.launch(
-        matmul.matmul_nvfp4, grid, num_warps=8, num_stages=3, codes=weight.values, block_scales=weight.scales,
-        shared=weight.shared, **common,
+        matmul.matmul, (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), splits), x=b.place("x"),
+        part=b.place("part"), rows=b.place("rows"), M=rows_at_most, N=n, K=k, PER=tiles.per_split(k, splits, step),
+        BM=row_tile, BN=tiles.TILE_N, BK=step, **_weight(b),
     )  # fmt: skip
 
 
@@ -274,13 +272,12 @@ def _list_rows(b: Bound) -> Launch:
 
 def _matmul_experts(b: Bound) -> Launch:
     num_experts, n, k = (b.size("weight", axis) for axis in range(3))
-    rows_at_most = b.size("lists", 1)
+    rows_at_most, step = b.size("lists", 1), tiles.tile_k(b.buffers["weight"].dtype)
     row_tile = tiles.row_tile(rows_at_most, most=16)
     return b.launch(
         moe.matmul_experts, (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), num_experts), x=b.place("x"),
-        weight=b.place("weight").values, out=b.place("out"), lists=b.place("lists"), counts=b.place("counts"),
-        M=rows_at_most, N=n, KD=k, K=b.attribute("top_k"), BM=row_tile, BN=tiles.TILE_N, BK=tiles.TILE_K,
-        IS_ROW=b.attribute("is_row"), CDT=compute_type(b.place("x")), num_stages=3,
+        out=b.place("out"), lists=b.place("lists"), counts=b.place("counts"), M=rows_at_most, N=n, KD=k,
+        K=b.attribute("top_k"), BM=row_tile, BN=tiles.TILE_N, BK=step, IS_ROW=b.attribute("is_row"), **_weight(b),
     )  # fmt: skip
 
 
@@ -441,7 +438,7 @@ def _warps(width: int) -> int:
 
 
 _BINDERS: dict[str, Callable[[Bound], Launch]] = {
-    "matmul": _matmul, "matmul_fp8": _matmul, "matmul_nvfp4": _matmul, "embed": _embed, "sum_rows": _sum_rows,
+    "matmul": _matmul, "embed": _embed, "sum_rows": _sum_rows,
     "norm": _norm, "gate": _gate, "qk_norm_rope_store": _qk_norm_rope_store, "attention": _attention,
     "attention_merge": _attention_merge, "residual_add": _residual_add, "hidden_store": _hidden_store,
     "shift": _shift, "head_stats": _head_stats, "head_merge": _head_merge, "all_finite": _all_finite,

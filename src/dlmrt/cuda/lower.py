@@ -26,7 +26,6 @@ from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Va
 from dlmrt.program.record import describe_rope
 from dlmrt.program.signatures import LOOP_OPS, signature
 
-MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
@@ -406,7 +405,7 @@ class _Lowering:
     def _matmul(self, operand: Buffer, weight: Buffer, rows: Dim) -> Buffer:
         n, k = map(maximum, weight.shape)
         part = self._scratch("float32", (num_splits(n, k, tile_k(weight.dtype)), rows, n))
-        self._emit(MATMULS[weight.dtype], rows, {"x": operand, "weight": weight}, {"part": part})
+        self._emit("matmul", rows, {"x": operand, "weight": weight}, {"part": part})
         return part
 
     def _take_sum(self, forms: _Forms) -> dict[str, Buffer]:

@@ -134,7 +134,8 @@ class ProgramStore:
         assert self._params is not None, f"{name} is asked for after the weights were loaded"
         family = family_of(self.config)
         is_tied = name == family.HEAD and self.config.tie_word_embeddings
-        return self._params[family.EMBEDDING if is_tied else name]
+        param = self._params[family.EMBEDDING if is_tied else name]
+        return Packed(values=param) if isinstance(param, Tensor) else param
 
     def _bind(self, program: Program, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> DeviceProgram:
         buffers = program.buffers()

@@ -70,8 +70,8 @@ def draw_params(config, seed=0):
     return {name: torch.from_numpy(values) for name, values in params.items()}
 
 
-def make_cuda(config, params):
-    return CudaDenoiser(params, config, dtype="float32", device="cpu", mode="loop")
+def make_cuda(config, params, formats=None):
+    return CudaDenoiser(params, config, dtype="float32", device="cpu", mode="loop", formats=formats)
 
 
 def make_eager(config, params):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dlmrt.cuda.kernels import attention, head, loop, matmul, ring, rows
+from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.memory import Ring
 from dlmrt.decode.rules import BlockState, entropy_bound_step, quota_step, threshold_step
 from dlmrt.decode.sampling import Prediction, filter_mask
@@ -36,7 +36,10 @@ def test_matmul(m, used, n, k, splits):
     part = torch.zeros(splits, m, n)
     per = -(-k // (splits * 16)) * 16
     grid = (-(-n // 32), -(-m // 16), splits)
-    matmul.matmul[grid](x, weight, part, scalar(used), M=m, N=n, K=k, PER=per, BM=16, BN=32, BK=16, CDT=F32)
+    matmul.matmul[grid](
+        x, weight, weight, weight, part, scalar(used), M=m, N=n, K=k, PER=per, BM=16, BN=32, BK=16, FORMAT="float",
+        BLOCK=0, CDT=F32,
+    )  # fmt: skip
     expected = x @ weight.T if used else torch.zeros(m, n)
     assert torch.allclose(part.sum(0), expected, atol=1e-4)
 
@@ -47,9 +50,9 @@ def test_matmul_of_e4m3_weights_and_their_scales(block):
     scales = normal(40, 1, seed=2).abs() if not block else normal(3, 3, seed=2).abs()
     spread = scales if not block else scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:40]
     part = torch.zeros(1, 5, 40)
-    matmul.matmul_fp8[(2, 1, 1)](
-        x, weight, scales.contiguous(), part, scalar(5), M=5, N=40, K=48, PER=48, BM=16, BN=32, BK=16, BLOCK=block,
-        CDT=F32,
+    matmul.matmul[(2, 1, 1)](
+        x, weight, scales.contiguous(), scales, part, scalar(5), M=5, N=40, K=48, PER=48, BM=16, BN=32, BK=16,
+        FORMAT="fp8", BLOCK=block, CDT=F32,
     )  # fmt: skip
     assert torch.allclose(part[0], x @ (weight.float() * spread).T, atol=1e-4)
 
@@ -62,12 +65,47 @@ def test_matmul_of_nvfp4_weights_equals_the_dequantised_ones():
     codes, scales = (torch.from_numpy(np.concatenate([parts[at] for parts in packed])) for at in range(2))
     shared = torch.tensor([float(parts[2]) for parts in packed for _ in range(20)])
     x, part = normal(3, 64, seed=4), torch.zeros(2, 3, 40)
-    matmul.matmul_nvfp4[(2, 1, 2)](
+    matmul.matmul[(2, 1, 2)](
         x, codes, scales.view(torch.float8_e4m3fn), shared, part, scalar(3), M=3, N=40, K=64, PER=32, BM=16, BN=32,
-        BK=32, CDT=F32,
+        BK=32, FORMAT="nvfp4", BLOCK=0, CDT=F32,
     )  # fmt: skip
     assert torch.allclose(part.sum(0), x @ torch.from_numpy(plain).T, atol=1e-4)
     assert len(np.unique(codes.numpy() & 15)) == 16
+
+
+@pytest.mark.parametrize("format", ["float", "fp8", "fp8 blocks", "nvfp4"])
+@pytest.mark.parametrize("is_row", [True, False])
+def test_matmul_of_experts_in_every_format(format, is_row):
+    """Two experts are chosen, one by three entries, one by none of the rest; others' entries are not touched."""
+    num_experts, n, k, top_k, rows = 3, 20, 32, 2, 3
+    plain = normal(num_experts, n, k, seed=1)
+    shared, block = torch.ones(num_experts, n), 16 if format == "fp8 blocks" else 0
+    if format == "nvfp4":
+        parts = [formats.quantize_nvfp4(matrix.numpy() * (expert + 1)) for expert, matrix in enumerate(plain)]
+        weight, scales = (torch.from_numpy(np.stack([part[at] for part in parts])) for at in range(2))
+        scales = scales.view(torch.float8_e4m3fn)
+        shared = torch.stack([torch.full((n,), float(part[2])) for part in parts])
+        plain = torch.from_numpy(np.stack([formats.dequantize_nvfp4(*part) for part in parts]))
+    elif format.startswith("fp8"):
+        weight = plain.to(torch.float8_e4m3fn)
+        scales = normal(num_experts, 2, 2, seed=2).abs() if block else normal(num_experts, n, seed=2).abs()
+        spread = scales.repeat_interleave(16, 1)[:, :n].repeat_interleave(16, 2) if block else scales[:, :, None]
+        plain = weight.float() * spread
+    else:
+        weight = scales = plain
+    lists = torch.zeros(num_experts, rows, dtype=torch.int32)
+    lists[0, :3], lists[2, :1] = torch.tensor([0, 2, 5]), 3
+    counts = torch.tensor([3, 0, 1], dtype=torch.int32)
+    x, out = normal(rows if is_row else rows * top_k, k), torch.full((rows * top_k, n), -7.0)
+    moe.matmul_experts[(1, 1, num_experts)](
+        x, weight.contiguous(), scales.contiguous(), shared, out, lists, counts, M=rows, N=n, KD=k, K=top_k, BM=16,
+        BN=32, BK=16, IS_ROW=is_row, FORMAT=format.split()[0], BLOCK=block, CDT=F32,
+    )  # fmt: skip
+    for expert, entries in ((0, [0, 2, 5]), (2, [3])):
+        for entry in entries:
+            expected = plain[expert] @ x[entry // top_k if is_row else entry]
+            assert torch.allclose(out[entry], expected, atol=1e-4)
+    assert (out[[1, 4]] == -7).all()
 
 
 def test_products_of_e2m1_codes_and_e4m3_scales_are_exact_in_bfloat16():
