@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING
 
 from dlmrt.cli.manners import set_up_logging
 from dlmrt.cli.terminal import View
-from dlmrt.env import Environment
+from dlmrt.env import CUDA_GRAPHS, Environment
+from dlmrt.errors import UsageError
 from dlmrt.types import CanvasEvent, DecodeConfig, GenerateResult, Message, TextEvent
 
 if TYPE_CHECKING:
@@ -65,9 +66,11 @@ def load(
     num_threads: int | None,
     revision: str | None,
     adapter: Path | None = None,
+    cuda_graph: str | None = None,
 ) -> Loaded:
     """Load `model`; options that are None come from the environment."""
     started = time.perf_counter()
+    set_cuda_graph(cuda_graph, executor or environment.executor)
     from dlmrt.decode.engine import Engine  # its imports are part of what the user waits for
 
     engine = Engine.load(
@@ -79,6 +82,21 @@ def load(
         adapter=adapter,
     )
     return Loaded(engine=engine, model=model, load_s=time.perf_counter() - started)
+
+
+def set_cuda_graph(mode: str | None, executor: str) -> None:
+    """Hand the option --cuda-graph to the cuda executor, which reads its variable when it loads.
+
+    Raises:
+        UsageError: not a mode, or another executor will run.
+    """
+    if mode is None:
+        return
+    if mode not in CUDA_GRAPHS:
+        raise UsageError(f"--cuda-graph {mode!r} is not a mode; use one of {', '.join(CUDA_GRAPHS)}")
+    if executor != "cuda":
+        raise UsageError(f"--cuda-graph has no effect on executor {executor!r}; add --executor cuda, or leave it out")
+    os.environ["DLMRT_CUDA_GRAPH"] = mode
 
 
 def names_model(word: str) -> bool:

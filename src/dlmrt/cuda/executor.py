@@ -22,7 +22,6 @@ import torch
 
 from dlmrt.checkpoint.load import Checkpoint
 from dlmrt.cuda.programs import MIN_SLOTS, DeviceProgram, ProgramStore
-from dlmrt.cuda.runners import MODES
 from dlmrt.cuda.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import DeviceError, UnknownOptionError, UsageError, nearest
@@ -39,6 +38,7 @@ FORMATS = {
     "float32": Formats(matrix="float32", table="float32", cache="float32"),
     "bfloat16": Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16"),
 }
+W4A4 = "w4a4"  # as the file holds matrices, and what NVFP4 ones are multiplied with in NVFP4 too
 
 
 class CudaDenoiser:
@@ -51,13 +51,14 @@ class CudaDenoiser:
         device: where everything lies.
         mode: how loops run, a name of `dlmrt.cuda.runners.MODES`.
         formats: types of weights and caches; None: those of `dtype`.
+        has_nvfp4_operands: as in `dlmrt.cuda.lower.lower`.
     """
 
     name = "cuda"
 
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",
-        mode: str = "loop", formats: Formats | None = None,
+        mode: str = "loop", formats: Formats | None = None, has_nvfp4_operands: bool = False,
     ) -> None:  # fmt: skip
         self.config = config
         self.diffusion = _diffusion(config)
@@ -65,7 +66,9 @@ class CudaDenoiser:
         self.vocab_size = config.vocab_size
         self.has_residual = family_of(config).has_residual(config)
         self._formats = formats or FORMATS[dtype]
-        self._store = ProgramStore(config, params, device=torch.device(device), mode=mode)
+        self._store = ProgramStore(
+            config, params, device=torch.device(device), mode=mode, has_nvfp4_operands=has_nvfp4_operands
+        )
         self._length = 0
         self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is on the device after this.
@@ -310,32 +313,43 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     """Load the weights of `checkpoint` onto the first device.
 
     Args:
-        dtype: "auto": as the file holds them, what has no kernel as bfloat16; or a name of `FORMATS`, into which every
-            matrix is brought.
+        dtype: "auto": as the file holds them, what has no kernel as bfloat16; "w4a4": also quantise what NVFP4 matrices
+            are multiplied with; or a name of `FORMATS`, into which every matrix is brought.
         num_threads: of no use here.
 
     Raises:
-        DeviceError: no CUDA device is there.
+        DeviceError: no CUDA device is there, or it has no products of NVFP4 (dtype "w4a4").
+        UsageError: dtype "w4a4" for a file without NVFP4.
     """
-    if dtype not in (*FORMATS, "auto"):
-        known = nearest(dtype, (*FORMATS, "auto"))
+    if dtype not in (*FORMATS, W4A4, "auto"):
+        known = nearest(dtype, (*FORMATS, W4A4, "auto"))
         raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cuda executor{known}")
     if num_threads is not None:
         raise UsageError("num_threads has no effect on the cuda executor; leave it out, or choose executor 'cpu'")
-    mode = Environment.read().cuda_graph
-    if mode not in MODES:
-        raise UnknownOptionError(f"DLMRT_CUDA_GRAPH={mode!r} is not a mode{nearest(mode, MODES)}")
     _diffusion(checkpoint.config)
     if not torch.cuda.is_available():
         raise DeviceError("no CUDA device is there, or this torch was built without CUDA; use executor 'cpu'")
-    weights = checkpoint.weights()
-    kept = kept_formats(weights, checkpoint.config) if dtype == "auto" else {}
-    if dtype == "auto":
+    weights, is_w4a4 = checkpoint.weights(), dtype == W4A4
+    kept = kept_formats(weights, checkpoint.config) if dtype in ("auto", W4A4) else {}
+    if is_w4a4:
+        _check_w4a4(kept)
+    if dtype not in FORMATS:
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CudaDenoiser(
-        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), mode=mode,
-        formats=replace(FORMATS[dtype], named=kept),
+        FileParams(weights, kept), checkpoint.config, dtype=W4A4 if is_w4a4 else next(iter(kept.values()), dtype),
+        mode=Environment.read().cuda_graph, formats=replace(FORMATS[dtype], named=kept), has_nvfp4_operands=is_w4a4,
     )  # fmt: skip
+
+
+def _check_w4a4(kept: Mapping[str, str]) -> None:
+    if "nvfp4" not in kept.values():
+        raise UsageError("dtype 'w4a4' needs a checkpoint with NVFP4 matrices; quantize it, or leave the dtype out")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 10:
+        raise DeviceError(
+            f"dtype 'w4a4' needs a GPU that multiplies NVFP4 (compute capability 10.0 or later, this one has "
+            f"{major}.{minor}); leave the dtype out: operands are bfloat16 then"
+        )
 
 
 def _diffusion(config: ModelConfig) -> DiffusionConfig:

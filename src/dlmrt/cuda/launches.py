@@ -98,6 +98,10 @@ class Bound:
         """An attribute that every node of this operation has."""
         return self.node.attributes[name]
 
+    def is_nvfp4(self, role: str) -> bool:
+        """Whether an operand is there in NVFP4, which is the only use of bytes among operands."""
+        return self.has(role) and self.buffers[role].dtype == "uint8"
+
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages: int = 2, **arguments: Any
     ) -> Launch:
@@ -134,10 +138,14 @@ def _matmul(b: Bound) -> Launch:
     n, k = b.size("weight", 0), b.size("weight", 1)
     splits, rows_at_most = b.size("part", 0), b.size("part", 1)
     step, row_tile = tiles.tile_k(b.buffers["weight"].dtype), tiles.row_tile(rows_at_most)
+    kernel, columns, weight = matmul.matmul, tiles.TILE_N, _weight(b)
+    if b.is_nvfp4("x"):
+        kernel, columns = matmul.matmul_nvfp4_both, tiles.SCALED_TILE_N
+        weight = {name: weight[name] for name in ("weight", "scales", "shared")}
     return b.launch(
-        matmul.matmul, (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), splits), x=b.place("x"),
-        part=b.place("part"), rows=b.place("rows"), M=rows_at_most, N=n, K=k, PER=tiles.per_split(k, splits, step),
-        BM=row_tile, BN=tiles.TILE_N, BK=step, **_weight(b),
+        kernel, (-(-n // columns), -(-rows_at_most // row_tile), splits), x=b.place("x"), part=b.place("part"),
+        rows=b.place("rows"), M=rows_at_most, N=n, K=k, PER=tiles.per_split(k, splits, step), BM=row_tile, BN=columns,
+        BK=step, **weight,
     )  # fmt: skip
 
 
@@ -151,13 +159,14 @@ def _embed(b: Bound) -> Launch:
 
 
 def _sum_rows(b: Bound) -> Launch:
-    width, block = b.size("y", 1), min(1024, tiles.power_of_two(b.size("y", 1)))
+    width = b.size("x" if b.has("x") else "part", -1)
+    block = min(1024, tiles.power_of_two(width))
     factor = b.place("factor").values if b.has("factor") else b.place("y")
     return b.launch(
         rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "part"), part=b.pointer("part", "y"),
         factor=factor, y=b.place("y"), rows=b.place("rows"), M=b.size("y", 0), scale=float(b.number("scale", 1.0)),
         cap=float(b.number("cap")), D=width, BD=block, S=_splits(b), HAS_X=b.has("x"), HAS_FACTOR=b.has("factor"),
-        HAS_CAP=b.number("cap") > 0,
+        HAS_CAP=b.number("cap") > 0, NVFP4=b.is_nvfp4("y"),
     )  # fmt: skip
 
 
@@ -170,17 +179,18 @@ def _norm(b: Bound) -> Launch:
         total=b.pointer("total", role), y=b.pointer("y", role), operand=b.pointer("operand", role),
         rows=b.place("rows"), M=rows_at_most, eps=b.number("eps"), D=width, DP=tiles.power_of_two(width),
         S=_splits(b), HAS_X=b.has("x"), HAS_WEIGHT=b.has("weight"), HAS_TOTAL=b.has("total"), HAS_Y=b.has("y"),
-        HAS_OPERAND=b.has("operand"), num_warps=_warps(width),
+        HAS_OPERAND=b.has("operand"), NVFP4=b.is_nvfp4("operand"), num_warps=_warps(width),
     )  # fmt: skip
 
 
 def _gate(b: Bound) -> Launch:
-    rows_at_most, width = b.size("operand", 0), b.size("operand", 1)
+    rows_at_most, width = b.size("operand", 0), b.size("part", 2) // 2
     block = min(1024, tiles.power_of_two(width))
     return b.launch(
         rows.gate, (rows_at_most, -(-width // block)), part=b.place("part"), operand=b.place("operand"),
         rows=b.place("rows"), M=rows_at_most, F=width, BF=block, S=_splits(b),
         IS_GELU=b.attribute("activation") == "gelu_tanh", ENTRIES=b.number("entries", 1),
+        NVFP4=b.is_nvfp4("operand"),
     )  # fmt: skip
 
 
@@ -221,7 +231,7 @@ def _attention_merge(b: Bound) -> Launch:
     return b.launch(
         attention.attention_merge, (rows_at_most, num_heads), acc_in=b.place("acc"), lse_in=b.place("lse"),
         y=b.place("y"), rows=b.place("rows"), M=rows_at_most, N=num_heads, H=head_dim,
-        HP=tiles.power_of_two(head_dim), J=chunks, JP=tiles.power_of_two(chunks), num_warps=1,
+        HP=tiles.power_of_two(head_dim), J=chunks, JP=tiles.power_of_two(chunks), NVFP4=b.is_nvfp4("y"), num_warps=1,
     )  # fmt: skip
 
 

@@ -21,11 +21,12 @@ import torch
 
 from dlmrt.cuda.graph import MIN_DRIVER, LoopGraph, Region, Step
 from dlmrt.cuda.launches import Launch
+from dlmrt.env import CUDA_GRAPHS
 from dlmrt.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
-MODES = ("loop", "step", "off")
+MODES = CUDA_GRAPHS
 
 
 class Runner(Protocol):

@@ -122,7 +122,7 @@ def test_norm_takes_the_sum_before_it(has_x, splits):
     total, y, operand = (torch.zeros(m, d) for _ in range(3))
     rows.norm[(m,)](
         x if has_x else part, part, weight, total, y, operand, scalar(2), M=m, eps=1e-6, D=d, DP=32, S=splits,
-        HAS_X=has_x, HAS_WEIGHT=True, HAS_TOTAL=True, HAS_Y=True, HAS_OPERAND=True,
+        HAS_X=has_x, HAS_WEIGHT=True, HAS_TOTAL=True, HAS_Y=True, HAS_OPERAND=True, NVFP4=False,
     )  # fmt: skip
     expected = (x if has_x else 0) + part[:splits].sum(0)
     assert torch.allclose(total[:2], expected[:2], atol=1e-6)
@@ -130,11 +130,54 @@ def test_norm_takes_the_sum_before_it(has_x, splits):
     assert torch.equal(operand[:2], y[:2]) and not y[2].any(), "a row beyond the count is not touched"
 
 
+def nvfp4_operand(operand, m, width):
+    """Packed codes [m, width / 2] and bits of scales [m, width / 16] of an operand."""
+    codes, scales = operand.numpy()[: m * width // 2], operand.numpy()[m * width // 2 :]
+    return codes.reshape(m, -1), scales.reshape(m, -1)
+
+
+def assert_nvfp4(operand, values):
+    """`operand` holds what the reference quantises `values` to; where all are 0, a scale says nothing."""
+    m, width = values.shape
+    codes, scales = nvfp4_operand(operand, m, width)
+    expected_codes, expected_scales, _ = formats.quantize_nvfp4(values.numpy(), np.float32(1))
+    groups = np.abs(values.numpy()).reshape(m, -1, 16).max(-1) > 0
+    assert np.array_equal(scales[groups], expected_scales[groups])
+    assert np.array_equal(codes, expected_codes)
+
+
+def test_norm_and_gate_quantise_what_they_write_to_nvfp4():
+    """Ties, zeros, groups beyond the scales' range; the reference is that of the file format."""
+    m, d = 2, 48
+    x = normal(m, d)
+    x[0, :16], x[1, 16:32] = 0, x[1, 16:32] * 1e-4
+    operand = torch.full((m * d * 9 // 16,), 255, dtype=torch.uint8)
+    y = torch.zeros(m, d)
+    rows.norm[(m,)](
+        x, x, x, x, y, operand, scalar(m), M=m, eps=1e-6, D=d, DP=64, S=0, HAS_X=True, HAS_WEIGHT=False,
+        HAS_TOTAL=False, HAS_Y=True, HAS_OPERAND=True, NVFP4=True,
+    )  # fmt: skip
+    assert_nvfp4(operand, y)
+    part, plain = normal(1, m, 2 * d, seed=3), torch.zeros(m, d)
+    for target, is_nvfp4 in ((operand, True), (plain, False)):
+        rows.gate[(m, 2)](part, target, scalar(m), M=m, F=d, BF=32, S=1, IS_GELU=False, ENTRIES=1, NVFP4=is_nvfp4)
+    assert_nvfp4(operand, plain)
+    exact = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -5.0, 0.0, 1.0, 2.0, 3.0, 4.0]])
+    operand = torch.zeros(9, dtype=torch.uint8)
+    rows.sum_rows[(1, 1)](
+        exact, exact, exact, operand, scalar(1), M=1, scale=1.0, cap=0.0, D=16, BD=16, S=0, HAS_X=True,
+        HAS_FACTOR=False, HAS_CAP=False, NVFP4=True,
+    )  # fmt: skip
+    assert_nvfp4(operand, exact)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate(activation):
     part = normal(2, 3, 40)
     out = torch.zeros(3, 20)
-    rows.gate[(3, 2)](part, out, scalar(3), M=3, F=20, BF=16, S=2, IS_GELU=activation == "gelu_tanh", ENTRIES=1)
+    rows.gate[(3, 2)](
+        part, out, scalar(3), M=3, F=20, BF=16, S=2, IS_GELU=activation == "gelu_tanh", ENTRIES=1, NVFP4=False
+    )
     gate, up = part.sum(0).split(20, dim=1)
     assert torch.allclose(out, eager._ACTIVATIONS[activation](gate) * up, atol=1e-5)
 
@@ -181,7 +224,7 @@ def test_attention(sees, begins):
         q, cache, visible, first, acc, lse, scalar(m), M=m, scale=h**-0.5, N=n, G=g, H=h, HP=16, CHUNK=chunk, BR=16,
         BC=16, HAS_FIRST=begins is not None, CDT=F32,
     )  # fmt: skip
-    attention.attention_merge[(m, n)](acc, lse, y, scalar(m), M=m, N=n, H=h, HP=8, J=chunks, JP=2)
+    attention.attention_merge[(m, n)](acc, lse, y, scalar(m), M=m, N=n, H=h, HP=8, J=chunks, JP=2, NVFP4=False)
     at = torch.arange(positions)
     mask = (at < visible[:, None]) & (at >= (0 if begins is None else first[:, None]))
     expected = eager.scaled_dot_product(q, cache[:, 0], cache[:, 1], mask).nan_to_num(0.0)

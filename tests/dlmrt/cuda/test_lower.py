@@ -5,6 +5,7 @@ The golden files also are what a capture must do: the calls on the stand-in driv
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,26 @@ def test_no_read_sees_another_buffers_write(name):
                     owner.update(dict.fromkeys(span(buffer), buffer))
 
     run(program.body)
+
+
+@pytest.mark.parametrize("head_dim", [64, 48])
+def test_nvfp4_operands_are_written_by_the_kernels_that_make_the_values(head_dim):
+    """The same launches as with bfloat16 operands; a head of odd width needs one that quantises."""
+    config = replace(SHIFTED, hidden_size=128, intermediate_size=256, num_heads=8, head_dim=head_dim)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+             "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+    named = {f"model.layers.0.{name}.weight": "nvfp4" for name in names}
+    program = record_canvas(config, replace(BF16, named=named), capacity=512, max_rows=4)
+    plain, both = (
+        [node for node in lower(program, config, has_nvfp4_operands=is_both).program.body if isinstance(node, Kernel)]
+        for is_both in (False, True)
+    )
+    extra = ["sum_rows"] if head_dim == 48 else []
+    assert sorted(node.op for node in both) == sorted([*(node.op for node in plain), *extra])
+    operands = {
+        node.inputs["x"].dtype for node in both if node.op == "matmul" and node.inputs["weight"].dtype == "nvfp4"
+    }
+    assert operands == {"uint8"}
 
 
 def test_four_kernels_of_a_step_set_the_conditions_that_they_compute():

@@ -94,12 +94,12 @@ def matmul(
 
 @triton.jit
 def matmul_nvfp4_both(
-    codes_x, scales_x, codes, block_scales, shared, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    PER: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    x, weight, scales, shared, part, rows, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, PER: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """As `matmul` of NVFP4 weights with operands in NVFP4 too: native block-scaled products. K is a multiple of BK.
+    """As `matmul` of NVFP4 weights with operands of `rows.store_operand` in NVFP4 too: native block-scaled products.
 
-    `shared` [N] holds the products of both matrices' scales. sm_100 multiplies natively with BN = 128 only.
+    K and PER are multiples of BK. sm_100 multiplies natively with BN = 128 only.
     """
     if tl.program_id(1) * BM >= tl.load(rows):
         return
@@ -107,15 +107,15 @@ def matmul_nvfp4_both(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     split = tl.program_id(2)
     acc = tl.zeros((BN, BM), tl.float32)
+    row = n[:, None].to(tl.int64)
     for begin in range(0, PER, BK):
         pair = (split * PER + begin) // 2 + tl.arange(0, BK // 2)
         group = (split * PER + begin) // 16 + tl.arange(0, BK // 16)
-        w_tile = tl.load(codes + n[:, None].to(tl.int64) * (K // 2) + pair[None, :], mask=n[:, None] < N, other=0)
-        x_tile = tl.load(codes_x + m[None, :] * (K // 2) + pair[:, None], mask=m[None, :] < M, other=0)
-        w_scale = tl.load(
-            block_scales + n[:, None].to(tl.int64) * (K // 16) + group[None, :], mask=n[:, None] < N, other=0.0
-        )
-        x_scale = tl.load(scales_x + m[:, None] * (K // 16) + group[None, :], mask=m[:, None] < M, other=0.0)
+        w_tile = tl.load(weight + row * (K // 2) + pair[None, :], mask=n[:, None] < N, other=0)
+        x_tile = tl.load(x + m[None, :] * (K // 2) + pair[:, None], mask=m[None, :] < M, other=0)
+        w_scale = tl.load(scales + row * (K // 16) + group[None, :], mask=n[:, None] < N, other=0.0)
+        x_scale = tl.load(x + M * (K // 2) + m[:, None] * (K // 16) + group[None, :], mask=m[:, None] < M, other=0)
+        x_scale = x_scale.to(tl.float8e4nv, bitcast=True)
         acc = tl.dot_scaled(w_tile, w_scale, "e2m1", x_tile, x_scale, "e2m1", acc)
     acc *= tl.load(shared + n, mask=n < N, other=0.0)[:, None]
     at = split.to(tl.int64) * M * N + m[None, :].to(tl.int64) * N + n[:, None]
