@@ -24,7 +24,7 @@ from orl.kernels.intervals import Intervals, Tiles
 from orl.packing import CLEAN
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton==3.6.0)"
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (make peers)"
 )
 
 

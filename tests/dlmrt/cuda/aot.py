@@ -25,7 +25,7 @@ from dlmrt.checkpoint.policy import quantized_files
 from dlmrt.cuda.launches import Packed, bind
 from dlmrt.cuda.lower import bounded, lower
 from dlmrt.cuda.memory import STORAGE
-from dlmrt.models.config import DiffusionConfig, ModelConfig, MoeConfig, ResidualConfig, RopeConfig, SlidingConfig
+from dlmrt.models.config import DiffusionConfig, ResidualConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas
 from dlmrt.program.loop import LoopOptions, record_loop
@@ -38,53 +38,28 @@ TYPES = {
     torch.uint8: "u8", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 
-QWEN3_4B = ModelConfig(
-    architecture="Qwen3ForCausalLM", hidden_size=2560, intermediate_size=9728, num_layers=1, num_heads=32,
-    num_kv_heads=8, head_dim=128, vocab_size=151_936, max_position_embeddings=8192, rms_norm_eps=1e-6,
-    rope=RopeConfig(theta=1e6), tie_word_embeddings=True, eos_token_ids=(1,), pad_token_id=None, bos_token_id=None,
-    dtype="bfloat16",
-    diffusion=DiffusionConfig(
-        canvas_length=32, noise="mask", mask_token_id=151_669, residual=ResidualConfig(
-            kind="gated_mlp", intermediate_size=2560
-        ),
+ROOT = Path(__file__).resolve().parents[3]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from gpu_shapes import GEMMA_26B, LLADA2_MINI, QWEN3_4B  # noqa: E402
+
+# One layer of each kind is enough.
+QWEN3 = replace(
+    QWEN3_4B, num_layers=1, diffusion=replace(
+        QWEN3_4B.diffusion, residual=ResidualConfig(kind="gated_mlp", intermediate_size=2560)
     ),
 )  # fmt: skip
 UNIFORM = replace(
-    QWEN3_4B,
+    QWEN3,
     diffusion=DiffusionConfig(canvas_length=256, noise="uniform", logit_shift=1, commit_rule="entropy_bound"),
 )
-
-
-LLADA2 = replace(
-    QWEN3_4B, architecture="LLaDA2MoeModelLM", hidden_size=2048, intermediate_size=5120, num_layers=2, num_heads=16,
-    num_kv_heads=4, vocab_size=157_184, tie_word_embeddings=False, rope=RopeConfig(partial_rotary_factor=0.5),
-    moe=MoeConfig(
-        num_experts=256, num_experts_per_token=8, intermediate_size=512, shared_intermediate_size=512,
-        num_dense_layers=1, num_groups=8, num_kept_groups=4, scaling_factor=2.5,
-    ),
-    diffusion=DiffusionConfig(
-        canvas_length=32, noise="mask", mask_token_id=156_895, context_attention="block_causal",
-        block_anchor="position_zero",
-    ),
-)  # fmt: skip
-GEMMA = replace(
-    QWEN3_4B, architecture="DiffusionGemmaForBlockDiffusion", hidden_size=2816, intermediate_size=2112, num_layers=2,
-    num_heads=16, num_kv_heads=8, head_dim=256, vocab_size=262_144, logit_softcap=30.0,
-    moe=MoeConfig(num_experts=128, num_experts_per_token=8, intermediate_size=704),
-    sliding=SlidingConfig(
-        window=1024, full_layers=(1,), full_head_dim=512, full_num_kv_heads=2,
-        full_rope=RopeConfig(theta=1e6, kind="proportional", partial_rotary_factor=0.25),
-    ),
-    diffusion=DiffusionConfig(
-        canvas_length=256, noise="uniform", commit_rule="entropy_bound",
-        residual=ResidualConfig(kind="gated_mlp", intermediate_size=2112, scale_embedding=True),
-    ),
-)  # fmt: skip
+LLADA2 = replace(LLADA2_MINI, num_layers=2)
+GEMMA = replace(GEMMA_26B, num_layers=2, sliding=replace(GEMMA_26B.sliding, full_layers=(1,)))
 BF16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
 CASES = {  # options of the loop by name of the program; each adds kernels or constants that the others lack
-    "qwen3": (QWEN3_4B, {"commit_rule": "threshold", "use_residual": True}),
-    "qwen3 drawn": (QWEN3_4B, {"commit_rule": "joint_threshold", "is_greedy": False}),
-    "qwen3 steps": (QWEN3_4B, {"commit_rule": "steps"}),
+    "qwen3": (QWEN3, {"commit_rule": "threshold", "use_residual": True}),
+    "qwen3 drawn": (QWEN3, {"commit_rule": "joint_threshold", "is_greedy": False}),
+    "qwen3 steps": (QWEN3, {"commit_rule": "steps"}),
     "qwen3 uniform": (UNIFORM, {"commit_rule": "entropy_bound", "is_greedy": False, "is_filtered": True}),
     "llada2": (LLADA2, {"commit_rule": "threshold"}),
     "llada2 by block": (
@@ -99,7 +74,7 @@ def programs():
     for name, (config, changes) in CASES.items():
         options = LoopOptions(canvas_length=config.diffusion.canvas_length, prefill_chunk=512, **changes)
         yield name, bounded(lower(record_loop(config, BF16, options, capacity=8192), config).program)
-    for name, config in (("qwen3", QWEN3_4B), ("llada2", LLADA2), ("diffusion_gemma", GEMMA)):
+    for name, config in (("qwen3", QWEN3), ("llada2", LLADA2), ("diffusion_gemma", GEMMA)):
         for kept, is_both in (("fp8", False), ("nvfp4", False), ("nvfp4", True)):
             files = quantized_files(config, family_of(config).tensor_shapes(config), "linears").values()
             named = {source: kept for file in files for source in file.sources}

@@ -8,14 +8,14 @@ import torch
 from pairs_cuda import FAMILIES, draw_params, make_cuda, make_eager
 from stand_in import GraphRunner
 
-import dlmrt.cuda.executor
+import dlmrt.program.denoiser
 from dlmrt.cuda import programs
 from dlmrt.cuda.runners import Launches
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(dlmrt.cuda.executor, "MAX_ROWS", 4)
+    monkeypatch.setattr(dlmrt.program.denoiser, "MAX_ROWS", 4)
     monkeypatch.setattr(programs, "make_runner", lambda steps, **_: Launches(steps))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from pairs_cuda import FAMILIES, draw_params, make_cuda, make_eager, small_config
 
-import dlmrt.cuda.executor
+import dlmrt.program.denoiser
 from dlmrt.checkpoint.convert import convert_checkpoint
 from dlmrt.checkpoint.load import load_params, open_checkpoint
 from dlmrt.checkpoint.save import save_checkpoint
@@ -28,7 +28,7 @@ MODELS = {
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
     """Operands stay float32: the interpreter's bfloat16 is wrong."""
-    monkeypatch.setattr(dlmrt.cuda.executor, "MAX_ROWS", 4)
+    monkeypatch.setattr(dlmrt.program.denoiser, "MAX_ROWS", 4)
     monkeypatch.setattr(programs, "make_runner", lambda steps, **_: Launches(steps))
     monkeypatch.setattr(lower, "operand_type", lambda dtype: "float32")
 
