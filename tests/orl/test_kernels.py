@@ -24,7 +24,7 @@ from orl.kernels.intervals import Intervals, Tiles
 from orl.packing import CLEAN
 
 needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (pip install triton==3.6.0)"
+    importlib.util.find_spec("triton") is None, reason="Triton is not installed (make peers)"
 )
 
 
@@ -219,12 +219,13 @@ def run_script(script: str, folder: Path, **environment: str) -> str:
 
 
 @needs_triton
+@pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
 def test_triton_kernels_equal_the_dense_mask_in_value_and_gradient(tmp_path: Path):
     """Interpreted on the CPU in fp32: ragged responses, odd head width, grouped heads, three kinds of attention."""
     assert run_script(INTERPRETED, tmp_path, TRITON_INTERPRET="1") == "equal\n"
 
 
 @needs_triton
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 def test_triton_kernels_compile_for_hopper_within_its_shared_memory(tmp_path: Path):
     assert run_script(COMPILED, tmp_path).count("\n") == 6

@@ -9,7 +9,7 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of module names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +208,33 @@ def _complete(name: str, shape: tuple[int, ...], pieces: Mapping[int | None, Pie
             "incomplete or config.json is of another model"
         )
     return ModelWeight(name=name, shape=shape, pieces=tuple(pieces[index] for index in range(shape[0])))
+
+
+def kept(weights: Mapping[str, ModelWeight], formats: Collection[str]) -> dict[str, str]:
+    """Name -> format of the matrices that an executor with kernels for `formats` can keep as they are stored.
+
+    Matrices that are multiplied together stay only if all of them have the same format.
+    """
+    found = {name: kind for name, weight in weights.items() if (kind := _format(weight)) and kind in formats}
+    return {
+        name: kind for name, kind in found.items()
+        if all(found.get(other) == kind for other in _fused_with(name) if other in weights)
+    }  # fmt: skip
+
+
+def _format(weight: ModelWeight) -> str | None:
+    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
+    pieces = weight.pieces
+    formats = {piece.weight.format for piece in pieces}
+    is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
+    return formats.pop() if is_whole and len(formats) == 1 else None
+
+
+def _fused_with(name: str) -> list[str]:
+    """Names of the matrices that are multiplied together with `name`, itself included."""
+    stem = name.removesuffix(".weight")
+    module, _, last = stem.rpartition(".")
+    return [f"{module}.{other}{name[len(stem) :]}" for group in _FUSED if last in group for other in group]
 
 
 def is_same(one: StoredWeight, other: StoredWeight) -> bool:

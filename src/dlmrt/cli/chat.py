@@ -48,6 +48,7 @@ def chat(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     base_url: Annotated[
         str | None, typer.Option("--base-url", help="Talk to a running server; DLMRT_API_KEY holds its key.")
     ] = None,
@@ -64,6 +65,7 @@ def chat(
     config = options.decode_config(decode_file, decode)
     here: dict[str, Any] = {
         "executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision, "adapter": adapter,
+        "cuda_graph": cuda_graph,
     }  # fmt: skip
     if base_url is None and followed_model(name, environment, **here):
         return

@@ -42,6 +42,7 @@ def generate(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     decode_file: options.DecodeFileOption = None,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
@@ -59,6 +60,7 @@ def generate(
         "num_threads": num_threads,
         "revision": revision,
         "adapter": adapter,
+        "cuda_graph": cuda_graph,
     }
     if followed_model(name, environment, **source):
         return

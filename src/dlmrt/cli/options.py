@@ -68,6 +68,10 @@ ExecutorOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="Compute type, e.g. float32. [default: DLMRT_DTYPE or auto]")
 ]
+CudaGraphOption = Annotated[
+    str | None,
+    typer.Option("--cuda-graph", help="How cuda runs the loop: loop, step, off. [default: DLMRT_CUDA_GRAPH or loop]"),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option("--num-threads", min=1, help="CPU threads. [default: DLMRT_NUM_THREADS or auto]")
 ]

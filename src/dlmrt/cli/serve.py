@@ -18,7 +18,11 @@ import typer
 
 from dlmrt.cli import options
 from dlmrt.cli.manners import set_up_logging
+<<<<<<< ours
 from dlmrt.cli.session import DEFAULT_MODEL, followed, notice, start
+=======
+from dlmrt.cli.session import DEFAULT_MODEL, notice, set_cuda_graph, start
+>>>>>>> theirs
 from dlmrt.decode.aliases import RULE_ALIASES, canonical_settings
 from dlmrt.errors import UsageError
 from dlmrt.parallel.ranks import Ranks, chosen_executor
@@ -63,6 +67,7 @@ def serve(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     decode_file: Annotated[
         Path | None,
         typer.Option("--decode-config", "--dllm-algorithm-config", help="TOML, YAML or JSON file of decode settings."),
@@ -113,6 +118,9 @@ def serve(
         raise UsageError(f"two models are named, {model_argument!r} and --model {model!r}; remove one")
     if trust_remote_code:
         notice("--trust-remote-code is never needed: no code of a checkpoint is run", quiet=quiet)
+    if no_graphs and cuda_graph not in (None, "off"):
+        raise UsageError(f"--no-graphs and --cuda-graph {cuda_graph!r} contradict each other; remove one")
+    set_cuda_graph(cuda_graph, executor or environment.executor)
     if no_graphs:
         os.environ["DLMRT_CUDA_GRAPH"] = "off"  # the cuda executor reads it; others have none
     ranks = Ranks.read()

@@ -24,9 +24,14 @@ from typing import TYPE_CHECKING
 
 from dlmrt.cli.manners import set_up_logging
 from dlmrt.cli.terminal import View
+<<<<<<< ours
 from dlmrt.env import Environment
 from dlmrt.errors import MissingDependencyError
 from dlmrt.parallel.ranks import Ranks, chosen_executor
+=======
+from dlmrt.env import CUDA_GRAPHS, Environment
+from dlmrt.errors import UsageError
+>>>>>>> theirs
 from dlmrt.types import CanvasEvent, DecodeConfig, GenerateResult, Message, TextEvent
 
 if TYPE_CHECKING:
@@ -70,9 +75,11 @@ def load(
     num_threads: int | None,
     revision: str | None,
     adapter: Path | None = None,
+    cuda_graph: str | None = None,
 ) -> Loaded:
     """Load `model`; options that are None come from the environment."""
     started = time.perf_counter()
+    set_cuda_graph(cuda_graph, executor or environment.executor)
     from dlmrt.decode.engine import Engine  # its imports are part of what the user waits for
 
     engine = Engine.load(
@@ -86,6 +93,7 @@ def load(
     return Loaded(engine=engine, model=model, load_s=time.perf_counter() - started)
 
 
+<<<<<<< ours
 def followed(open_checkpoint: Callable[[], Checkpoint], *, executor: str, dtype: str, num_threads: int | None) -> bool:
     """Run this rank's part for rank 0 until that ends, where this is one of several processes and not the first.
 
@@ -124,6 +132,21 @@ def followed_model(
         open_checkpoint, executor=executor or environment.executor, dtype=dtype or environment.dtype,
         num_threads=num_threads or environment.num_threads,
     )  # fmt: skip
+=======
+def set_cuda_graph(mode: str | None, executor: str) -> None:
+    """Hand the option --cuda-graph to the cuda executor, which reads its variable when it loads.
+
+    Raises:
+        UsageError: not a mode, or another executor will run.
+    """
+    if mode is None:
+        return
+    if mode not in CUDA_GRAPHS:
+        raise UsageError(f"--cuda-graph {mode!r} is not a mode; use one of {', '.join(CUDA_GRAPHS)}")
+    if executor != "cuda":
+        raise UsageError(f"--cuda-graph has no effect on executor {executor!r}; add --executor cuda, or leave it out")
+    os.environ["DLMRT_CUDA_GRAPH"] = mode
+>>>>>>> theirs
 
 
 def names_model(word: str) -> bool:

@@ -2,7 +2,8 @@
 
 Numbered steps are those of dlmrt.decode.loop, rules those of dlmrt.decode.rules, which these equal slot for slot:
 comparisons in the same precision, ties to the lower slot. Ranks are counted by comparing all pairs of slots in
-chunks, so there is no sort.
+chunks, so there is no sort. Kernels that compute a flag of the loop hand it over to a captured graph
+(`dlmrt.cuda.kernels.condition`).
 
 Legend: L canvas slots (LP the power of two from L on).
 
@@ -14,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.condition import hand_over
 from dlmrt.cuda.kernels.head import is_set
 
 NONE = tl.constexpr(2147483647)
@@ -58,10 +60,10 @@ def noise(slots, step, block, allowed, num_allowed, key, MASK: tl.constexpr):
     return ids
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["handle"])
 def start_request(
     num_prompt, num_prefill, cancel, context, num_prefill_forwards, more_prefill, more_blocks, block_idx, num_pinned,
-    num_answer, end_reason,
+    num_answer, end_reason, handle: tl.int64 = 0, SETS: tl.constexpr = False,
 ):  # fmt: skip
     """Step 1, before the first chunk."""
     zero = tl.load(num_prefill) * 0
@@ -73,7 +75,7 @@ def start_request(
     tl.store(more_blocks, zero + 1)
     tl.store(num_pinned, tl.load(num_prompt) - tl.load(num_prefill))
     is_wanted = (tl.load(num_prefill) > 0) & (is_cancelled(cancel) == 0)
-    tl.store(more_prefill, is_wanted.to(tl.int32))
+    hand_over(more_prefill, is_wanted.to(tl.int32), handle, SETS)
 
 
 @triton.jit
@@ -95,22 +97,25 @@ def prefill_chunk(
     tl.store(visible + i, committed_visible(place, prefill, begin + count, BLOCK), mask=i < count)
 
 
-@triton.jit
-def finish_chunk(chunk_rows, num_prefill, cancel, context, num_prefill_forwards, more_prefill):
+@triton.jit(do_not_specialize=["handle"])
+def finish_chunk(
+    chunk_rows, num_prefill, cancel, context, num_prefill_forwards, more_prefill, handle: tl.int64 = 0,
+    SETS: tl.constexpr = False,
+):  # fmt: skip
     """Step 1, behind a chunk."""
     end = tl.load(context) + tl.load(chunk_rows)
     tl.store(context, end)
     tl.store(num_prefill_forwards, tl.load(num_prefill_forwards) + 1)
     is_more = (end < tl.load(num_prefill)) & (is_cancelled(cancel) == 0)
-    tl.store(more_prefill, is_more.to(tl.int32))
+    hand_over(more_prefill, is_more.to(tl.int32), handle, SETS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["handle"])
 def start_block(
     prompt, num_prompt, num_prefill, num_pinned, context, block_idx, cancel, allowed, num_allowed, noise_key,
     end_reason, canvas, answer, is_open, is_free, positions, visible, commit_visible, step, num_full_steps,
     num_repeats, num_settled, has_residual, is_done, more_steps, L: tl.constexpr, LP: tl.constexpr, BLOCK: tl.constexpr,
-    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr,
+    IS_CAUSAL: tl.constexpr, MASK: tl.constexpr, handle: tl.int64 = 0, SETS: tl.constexpr = False,
 ):  # fmt: skip
     """Steps 2 and 3."""
     i = tl.arange(0, LP)
@@ -140,7 +145,7 @@ def start_block(
     tl.store(is_done, zero)
     tl.store(num_settled, pinned)
     stops = is_cancelled(cancel)
-    tl.store(more_steps, (stops == 0).to(tl.int32))
+    hand_over(more_steps, (stops == 0).to(tl.int32), handle, SETS)
     tl.store(end_reason, tl.where(stops, CANCELLED, tl.load(end_reason)))
 
 
@@ -289,10 +294,11 @@ def commit_entropy_bound(
     tl.store(is_done, done.to(tl.int32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["handle"])
 def settle(
     answer, is_open, is_done, eos, stop, max_tokens, wants_steps, num_settled, num_answer, end_reason, is_continued,
-    is_urgent, L: tl.constexpr, LP: tl.constexpr, IS_STICKY: tl.constexpr,
+    is_urgent, L: tl.constexpr, LP: tl.constexpr, IS_STICKY: tl.constexpr, handle: tl.int64 = 0,
+    SETS: tl.constexpr = False,
 ):  # fmt: skip
     """Step 7: the decided run grows until an EOS id, a stop id or the length limit, in this order on one slot."""
     i = tl.arange(0, LP)
@@ -319,7 +325,7 @@ def settle(
     tl.store(num_answer, counted + (reached - settled).to(tl.int64))
     tl.store(end_reason, tl.where(goes_on, found, tl.load(end_reason)))
     continues = (done == 0) & goes_on & (found == GOES_ON)
-    tl.store(is_continued, continues.to(tl.int32))
+    hand_over(is_continued, continues.to(tl.int32), handle, SETS)
     tl.store(is_urgent, ((tl.load(wants_steps) != 0) | (continues == 0)).to(tl.int32))
 
 
@@ -341,21 +347,21 @@ def set_flag(flag, VALUE: tl.constexpr):
     tl.store(flag, VALUE)
 
 
-@triton.jit
-def finish_step(is_done, is_finite, cancel, end_reason, more_steps):
+@triton.jit(do_not_specialize=["handle"])
+def finish_step(is_done, is_finite, cancel, end_reason, more_steps, handle: tl.int64 = 0, SETS: tl.constexpr = False):
     """Step 3, before the next forward."""
     reason = tl.load(end_reason)
     done = tl.load(is_done) != 0
     stops = (reason == GOES_ON) & (done == 0) & is_cancelled(cancel)
     reason = tl.where(tl.load(is_finite) == 0, NON_FINITE, tl.where(stops, CANCELLED, reason))
     tl.store(end_reason, reason)
-    tl.store(more_steps, ((done == 0) & (reason == GOES_ON)).to(tl.int32))
+    hand_over(more_steps, ((done == 0) & (reason == GOES_ON)).to(tl.int32), handle, SETS)
 
 
-@triton.jit
-def close_block(end_reason, needs_commit):
+@triton.jit(do_not_specialize=["handle"])
+def close_block(end_reason, needs_commit, handle: tl.int64 = 0, SETS: tl.constexpr = False):
     """Step 10: no commit forward once the answer has ended."""
-    tl.store(needs_commit, (tl.load(end_reason) == GOES_ON).to(tl.int32))
+    hand_over(needs_commit, (tl.load(end_reason) == GOES_ON).to(tl.int32), handle, SETS)
 
 
 @triton.jit
@@ -372,11 +378,11 @@ def next_block(end_reason, block_idx, num_pinned, more_blocks):
     tl.store(more_blocks, (tl.load(end_reason) == GOES_ON).to(tl.int32))
 
 
-@triton.jit
-def bound_launch(more_blocks, blocks_left, goes_on, ends):
+@triton.jit(do_not_specialize=["handle"])
+def bound_launch(more_blocks, blocks_left, goes_on, ends, handle: tl.int64 = 0, SETS: tl.constexpr = False):
     """Whether this launch goes on with another block, and whether the request has ended."""
     left = tl.load(blocks_left) - 1
     more = tl.load(more_blocks) != 0
     tl.store(blocks_left, left)
-    tl.store(goes_on, (more & (left > 0)).to(tl.int32))
+    hand_over(goes_on, (more & (left > 0)).to(tl.int32), handle, SETS)
     tl.store(ends, (more == 0).to(tl.int32))
