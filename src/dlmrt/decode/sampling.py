@@ -51,6 +51,7 @@ class Prediction:
     confidence_L: Float32  # of token_L
     entropy_L: Float32
     probs_LV: Float32 | None = None  # the tempered, unfiltered distribution; only when asked for
+    logits_LV: Float32 | None = None  # tempered, less the row's maximum, -inf at banned ids; with probs_LV
 
 
 def banned_ids(config: ModelConfig, known_ids: Collection[int]) -> Int32:
@@ -107,6 +108,7 @@ def predict(
         confidence_L=(weights[rows, token_L] / total_L).astype(np.float32),
         entropy_L=entropy_L.astype(np.float32),
         probs_LV=(weights / total_L[:, None]).astype(np.float32) if with_probs else None,
+        logits_LV=scaled if with_probs else None,
     )
 
 

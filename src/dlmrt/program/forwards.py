@@ -82,14 +82,21 @@ class ModelParts:
         where: Buffer | None,
     ) -> Buffer:
         """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
-        hidden = None
-        if self._hidden is None or ids.shape[0] != 1:
-            hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
-        if self._hidden is not None:
-            # One shifted row is the last committed one: next-token prediction needs no forward over the canvas.
-            operands = {"hidden": hidden, "cache": self._hidden, "context": context}
-            hidden = self.recorder.call("shift", operands, dims={"T": ids.shape[0]})["y"]
-        assert hidden is not None
+        if self._hidden is None:
+            return self._head(self._forward(ids, positions, visible, z=z, where=where, is_context=False))
+        if ids.shape[0] == 1:
+            return self.first_slot(context)
+        hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
+        operands = {"hidden": hidden, "cache": self._hidden, "context": context}
+        return self._head(self.recorder.call("shift", operands)["y"])
+
+    def first_slot(self, context: Buffer) -> Buffer:
+        """Logits [1, V] of slot 0 where they are shifted: the last committed row predicts it, without a forward."""
+        assert self._hidden is not None
+        operands = {"cache": self._hidden, "context": context}
+        return self._head(self.recorder.call("shift", operands, dims={"T": 1})["y"])
+
+    def _head(self, hidden: Buffer) -> Buffer:
         logits: Buffer = self.family.head(self.recorder, self._head_params, self.config, hidden)
         return logits
 

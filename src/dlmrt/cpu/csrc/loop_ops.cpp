@@ -4,28 +4,11 @@
 // slot: comparisons in the same precision, ties to the lower slot. Run by the caller's thread alone.
 //
 // Source: ours.
-#include <algorithm>
-#include <cstring>
-
-#include "op.hpp"
+#include "loop.hpp"
 #include "random.hpp"
 
 namespace dlmrt::cpu {
 namespace {
-
-enum EndReason : int32_t {
-  kGoesOn = 0,
-  kEos,
-  kStopToken,
-  kMaxTokens,
-  kCancelled,
-  kNonFinite
-};  // END_REASONS of program/loop.py
-
-// The host sets the flag from another thread.
-bool is_set(const int32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0; }
-
-bool contains(const uint32_t* bits, int32_t id) { return bits[id / 32] >> (id % 32) & 1; }
 
 // Positions that a committed row at `position` sees, when `end` positions exist and blocks start at `grid`.
 int32_t committed_visible(int32_t position, int64_t block, int64_t grid, int32_t end) {
@@ -56,21 +39,6 @@ class Noise {
   const int32_t *allowed_, *num_allowed_;
   const uint64_t* key_;
 };
-
-// An operation written as a function that owns its operands.
-template <class F>
-class Function : public Op {
- public:
-  explicit Function(F f) : f_(std::move(f)) {}
-  void run(const Context&) override { f_(); }
-
- private:
-  F f_;
-};
-template <class F>
-std::unique_ptr<Op> make(F f) {
-  return std::make_unique<Function<F>>(std::move(f));
-}
 
 // 1
 std::unique_ptr<Op> start_request(const Fields& f) {
@@ -172,6 +140,26 @@ std::unique_ptr<Op> start_block(const Fields& f) {
   });
 }
 
+std::unique_ptr<Op> check_first(const Fields& f) {
+  return make([num_pinned = f.get<int32_t>("num_pinned"), more_steps = f.get<int32_t>("more_steps"),
+               is_first_open = f.get<int32_t>("is_first_open")] { *is_first_open = *num_pinned == 0 && *more_steps; });
+}
+
+std::unique_ptr<Op> decide_first(const Fields& f) {
+  return make([length = f.integer("length"), argmax = f.get<int32_t>("first_argmax"),
+               is_finite = f.get<int32_t>("first_is_finite"), canvas = f.get<int32_t>("canvas"),
+               is_open = f.get<uint8_t>("is_open"), is_finite_row = f.get<uint8_t>("is_finite_row"),
+               more_steps = f.get<int32_t>("more_steps"), end_reason = f.get<int32_t>("end_reason")] {
+    canvas[0] = *argmax;
+    is_open[0] = 0;
+    if (*is_finite) return;
+    std::fill_n(is_finite_row, length, uint8_t{1});
+    is_finite_row[0] = 0;
+    *more_steps = 0;
+    *end_reason = kNonFinite;
+  });
+}
+
 std::unique_ptr<Op> start_step(const Fields& f) {
   return make([canvas = f.get<int32_t>("canvas"), is_open = f.get<uint8_t>("is_open"), step = f.get<int32_t>("step"),
                temperature = f.get<double>("temperature"), t_min = f.find<double>("t_min"),
@@ -190,60 +178,6 @@ std::unique_ptr<Op> start_step(const Fields& f) {
   });
 }
 
-// The block that a rule works on, and what all rules leave.
-struct Block {
-  explicit Block(const Fields& f)
-      : length(f.integer("length")),
-        canvas(f.get<int32_t>("canvas")),
-        answer(f.get<int32_t>("answer")),
-        is_open(f.get<uint8_t>("is_open")),
-        committed(f.get<uint8_t>("committed")),
-        changed(f.get<uint8_t>("changed")),
-        step(f.get<int32_t>("step")),
-        max_steps(f.get<int32_t>("max_steps")),
-        num_edits(f.get<int32_t>("num_edits")),
-        is_done(f.get<int32_t>("is_done")),
-        token(f.get<int32_t>("token")) {}
-
-  bool is_last() const { return *step + 1 >= *max_steps; }
-  int64_t num_open() const {
-    return std::count_if(is_open, is_open + length, [](uint8_t open) { return open != 0; });
-  }
-
-  // chosen = the `count` open slots of highest score; ties go to the lower slot
-  void choose_best(const float* score, int64_t count, uint8_t* chosen) const {
-    std::fill_n(chosen, length, uint8_t{0});
-    for (int64_t left = std::min(count, num_open()); left > 0; left--) {
-      int64_t best = -1;
-      for (int64_t i = 0; i < length; i++)
-        if (is_open[i] && !chosen[i] && (best < 0 || score[i] > score[best])) best = i;
-      chosen[best] = 1;
-    }
-  }
-  // Chosen slots take the predicted token and close.
-  void commit_chosen() const {
-    for (int64_t i = 0; i < length; i++) {
-      if (!committed[i]) continue;
-      canvas[i] = token[i];
-      is_open[i] = 0;
-    }
-  }
-  void finish(bool done) const {
-    std::memcpy(answer, canvas, static_cast<size_t>(length) * sizeof(int32_t));
-    std::memcpy(changed, committed, static_cast<size_t>(length));
-    ++*step;
-    *is_done = done;
-  }
-
-  int64_t length;
-  int32_t *canvas, *answer;
-  uint8_t *is_open, *committed, *changed;
-  int32_t* step;
-  const int32_t* max_steps;
-  int32_t *num_edits, *is_done;
-  const int32_t* token;
-};
-
 // 6
 std::unique_ptr<Op> commit_threshold(const Fields& f) {
   return make([b = Block(f), argmax = f.get<int32_t>("argmax"), argmax_confidence = f.get<float>("argmax_confidence"),
@@ -258,7 +192,7 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
       b.committed[i] = b.is_open[i] && (is_last || confidence[i] > *threshold);
       passed += b.committed[i];
     }
-    if (!is_last && passed < *min_commit) b.choose_best(confidence, *min_commit, b.committed);
+    if (!is_last && passed < *min_commit) choose_best(b.is_open, b.length, confidence, *min_commit, b.committed);
     b.commit_chosen();
     *b.num_edits = 0;
     for (int64_t i = 0; edit_threshold && i < b.length; i++) {
@@ -277,8 +211,30 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
 std::unique_ptr<Op> commit_steps(const Fields& f) {
   return make([b = Block(f), confidence = f.get<float>("confidence")] {
     const int64_t quota = b.length / *b.max_steps + (*b.step < b.length % *b.max_steps);
-    b.choose_best(confidence, b.is_last() ? b.length : quota, b.committed);
+    choose_best(b.is_open, b.length, confidence, b.is_last() ? b.length : quota, b.committed);
     b.commit_chosen();
+    *b.num_edits = 0;
+    b.finish(b.num_open() == 0);
+  });
+}
+
+std::unique_ptr<Op> commit_sub_blocks(const Fields& f) {
+  return make([b = Block(f), confidence = f.get<float>("confidence"), was_open = f.get<uint8_t>("was_open"),
+               is_free = f.get<uint8_t>("is_free"), threshold = f.get<float>("threshold"),
+               min_commit = f.get<int32_t>("min_commit"), run_length = f.get<int32_t>("sub_block_length")] {
+    const bool is_last = b.is_last(), is_first = *b.step == 0;
+    // Slots behind the run of the first open one wait for their turn.
+    const int64_t first = std::find_if(b.is_open, b.is_open + b.length, [](uint8_t open) { return open != 0; }) - b.is_open;
+    const int64_t end = is_last ? b.length : std::min<int64_t>(b.length, (first / *run_length + 1) * *run_length);
+    int64_t passed = 0;
+    for (int64_t i = 0; i < b.length; i++) {
+      b.committed[i] = i < end && b.is_open[i] && (is_last || confidence[i] > *threshold);
+      passed += b.committed[i];
+    }
+    if (!is_last && passed < *min_commit) choose_best(b.is_open, end, confidence, *min_commit, b.committed);
+    b.commit_chosen();
+    // What was decided before the first step counts as this step's, whose row 0 says the same.
+    for (int64_t i = 0; is_first && i < b.length; i++) b.committed[i] |= !was_open[i] && is_free[i];
     *b.num_edits = 0;
     b.finish(b.num_open() == 0);
   });
@@ -351,6 +307,16 @@ std::unique_ptr<Op> renoise(const Fields& f) {
                canvas = f.get<int32_t>("canvas")] {
     for (int64_t i = 0; i < length; i++)
       if (is_open[i]) canvas[i] = noise(i, *step, *block_idx);
+  });
+}
+
+std::unique_ptr<Op> take_given(const Fields& f) {
+  return make([length = f.integer("length"), num_steps = f.integer("num_steps"), given = f.get<int32_t>("given"),
+               block_idx = f.get<int32_t>("block_idx"), step = f.get<int32_t>("step"), where = f.get<uint8_t>("where"),
+               values = f.get<int32_t>("values")] {
+    const int32_t* row = given + (*block_idx * num_steps + *step) * length;
+    for (int64_t i = 0; i < length; i++)
+      if (where[i]) values[i] = row[i];
   });
 }
 
@@ -434,12 +400,16 @@ std::unique_ptr<Op> make_loop_op(const Fields& f) {
       {"prefill_chunk", prefill_chunk},
       {"finish_chunk", finish_chunk},
       {"start_block", start_block},
+      {"check_first", check_first},
+      {"decide_first", decide_first},
       {"start_step", start_step},
       {"commit_threshold", commit_threshold},
       {"commit_steps", commit_steps},
+      {"commit_sub_blocks", commit_sub_blocks},
       {"commit_entropy_bound", commit_entropy_bound},
       {"settle", settle},
       {"renoise", renoise},
+      {"take_given", take_given},
       {"set_flag", set_flag},
       {"finish_step", finish_step},
       {"close_block", close_block},

@@ -336,6 +336,15 @@ def renoise(
 
 
 @triton.jit
+def take_given(given, block_idx, step, where, values, L: tl.constexpr, LP: tl.constexpr, NUM_STEPS: tl.constexpr):
+    """Steps 5 and 8 of a recorded run: its row instead of draws or noise."""
+    i = tl.arange(0, LP)
+    row = given + (tl.load(block_idx) * NUM_STEPS + tl.load(step)) * L
+    is_taken = tl.load(where + i, mask=i < L, other=0) != 0
+    tl.store(values + i, tl.load(row + i, mask=is_taken, other=0), mask=is_taken)
+
+
+@triton.jit
 def set_flag(flag, VALUE: tl.constexpr):
     """flag = VALUE."""
     tl.store(flag, VALUE)
