@@ -95,16 +95,21 @@ def names_model(word: str) -> bool:
 
 
 def run_request(
-    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View
-) -> GenerateResult:
+    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View,
+    *, thinking: bool | None = None,
+) -> GenerateResult:  # fmt: skip
     """Run one request, its events going to `view`. A cancelled one returns with what was committed.
+
+    Args:
+        thinking: position of the chat template's switch; None: as the template has it.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time.
     """
     result: GenerateResult | None = None
     with interrupts_as_event() as cancel:
-        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel)
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel, template_options=switch)
         with view:
             for event in events:
                 if isinstance(event, TextEvent):
