@@ -30,8 +30,8 @@ from dlmrt.program.signatures import LOOP_OPS, signature
 MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
-_WITHOUT_KERNEL = ("check_first", "decide_first", "commit_sub_blocks", "propose_edits", "apply_edits")
-LOOP_RULES = ("threshold", "joint_threshold", "entropy_bound", "steps")  # commit rules whose operations have kernels
+_WITHOUT_KERNEL = ("propose_edits", "apply_edits")
+LOOP_RULES = ("threshold", "joint_threshold", "entropy_bound", "steps", "sub_blocks")  # whose operations have kernels
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
 

@@ -48,7 +48,7 @@ Watch = Callable[[list[int]], int | None]
 class GivenDraws:
     """What a recorded run drew, to be taken instead of drawing anew; for uniform noise and rule entropy_bound.
 
-    N blocks, S steps of a block, L canvas slots.
+    That rule decides by entropies: confidences stay those of the argmax. N blocks, S steps of a block, L canvas slots.
     """
 
     token_NSL: Int32  # drawn by each step
@@ -258,8 +258,9 @@ class Block:
 
     def _sampling(self, temperature: float) -> Sampling:
         s = self.settings
+        is_greedy = s.is_greedy or self.request.given is not None
         return Sampling(
-            temperature=temperature, is_greedy=s.is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+            temperature=temperature, is_greedy=is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
         )
 
     def settle(self) -> None:

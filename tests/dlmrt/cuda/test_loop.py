@@ -6,6 +6,8 @@ the device itself is what runs on a GPU.
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from pairs_cuda import (
@@ -27,6 +29,7 @@ import dlmrt.decode.loop
 import dlmrt.decode.native
 from dlmrt.cuda import programs
 from dlmrt.cuda.runners import Launches
+from dlmrt.decode.loop import GivenDraws, StepEvent
 
 PROMPT = np.arange(3, 9)
 
@@ -41,6 +44,10 @@ SCENARIOS = {
         UNIFORM_SHIFTED,
         {"temperature": 0.8, "seed": 5, "commit_rule": "entropy_bound", "entropy_bound": 1.0, "top_k": 20,
          "top_p": 0.9, "min_p": 0.01, "max_denoising_steps": 3},
+    ),
+    "sub_blocks, shifted, sampled, grid from 0": (
+        {"logit_shift": 1, "block_anchor": "position_zero", "context_attention": "block_causal"},
+        {"temperature": 0.7, "seed": 3, "commit_rule": "sub_blocks", "threshold": 0.1, "sub_block_length": 2},
     ),
     "steps, causal canvas": ({"in_block_attention": "causal"}, {"temperature": 0, "commit_rule": "steps"}),
 }  # fmt: skip
@@ -111,3 +118,23 @@ def test_a_request_that_was_cancelled_before_its_first_forward_runs_none(runners
     request.cancel.set()
     *_, last = fast(make_cuda(config, draw_params(config)), request)
     assert last.end_reason == "cancelled" and not last.forwards
+
+
+def test_given_draws_take_the_place_of_random_ones(runners):
+    """A recorded run, whatever drew it: the same canvases and tokens in both loops."""
+    config = small_config(**UNIFORM_SHIFTED)
+    params = draw_params(config)
+    rng = np.random.default_rng(7)
+    token_NSL, noise_NSL = (rng.integers(0, config.vocab_size - 8, (2, 3, 4)).astype(np.int32) for _ in range(2))
+    request = dataclasses.replace(
+        request_for(
+            config, PROMPT, max_tokens=6, temperature=0.8, commit_rule="entropy_bound", entropy_bound=1.0,
+            max_denoising_steps=3,
+        ),
+        given=GivenDraws(token_NSL=token_NSL, noise_NSL=noise_NSL),
+    )  # fmt: skip
+    events = fast(make_cuda(config, params), request)
+    assert_same(events, slow(make_eager(config, params), request))
+    first = next(event for event in events if isinstance(event, StepEvent))
+    np.testing.assert_array_equal(first.state.canvas_L, noise_NSL[0, 0])
+    np.testing.assert_array_equal(first.prediction.token_L, token_NSL[0, 0])
