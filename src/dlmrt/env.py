@@ -30,13 +30,8 @@ class Environment:
 
     executor: str = "auto"  # who runs the loop; checked by the engine, which knows the names
     dtype: str = "auto"  # compute type; auto: the checkpoint's
-<<<<<<< ours
     num_threads: int | None = None  # CPU threads where a caller asks for none; None: the executor's choice
-    cuda_graph: str = "loop"  # how the cuda executor runs loops: loop, step or off
-=======
-    num_threads: int | None = None  # CPU threads; None: the executor's choice
     cuda_graph: str = "loop"  # how the cuda executor runs loops, one of CUDA_GRAPHS
->>>>>>> theirs
     cpu_isa: str = ""  # instruction set of the cpu executor's kernels; empty: the best one that runs here
     rank_timeout: float = 20.0  # seconds that ranks of one model wait for each other in a collective
     log_level: str = "warning"  # one of LOG_LEVELS

@@ -229,6 +229,7 @@ class Prediction:
     confidence_L: Float32  # of token_L
     entropy_L: Float32
     probs_LV: Float32 | None = None  # the tempered, unfiltered distribution; only when asked for
+    logits_LV: Float32 | None = None  # tempered, less the row's maximum, -inf at banned ids; with probs_LV
 
 
 @runtime_checkable

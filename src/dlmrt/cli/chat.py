@@ -44,6 +44,7 @@ def chat(
     revision: options.RevisionOption = None,
     adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
+    thinking: options.ThinkingOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print text as it is committed, without the canvas.")] = False,
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
@@ -73,15 +74,19 @@ def chat(
         loaded = load(name, environment, **here)
     else:
         loaded = _connect(base_url, model_argument or model, environment.api_key, here)
-    talk(loaded, config, system=system, plain=plain, quiet=quiet)
+    talk(loaded, config, system=system, thinking=thinking, plain=plain, quiet=quiet)
 
 
-def talk(loaded: Loaded, config: DecodeConfig, *, system: str | None, plain: bool, quiet: bool) -> None:
+def talk(
+    loaded: Loaded, config: DecodeConfig, *, system: str | None, thinking: bool | None, plain: bool, quiet: bool
+) -> None:
     """Answer lines of stdin until they end."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  line editing and recall for input()
-    conversation = Conversation(loaded=loaded, config=config, system=system, live=not plain and canvas_is_possible())
+    conversation = Conversation(
+        loaded=loaded, config=config, system=system, thinking=thinking, live=not plain and canvas_is_possible()
+    )
     notice(f"{loaded.model} is ready; /help lists the commands", quiet=quiet or not sys.stdin.isatty())
     while (line := _read_line()) is not None:
         if line.strip() and not conversation.handle(line):
@@ -123,6 +128,7 @@ class Conversation:
     loaded: Loaded
     config: DecodeConfig
     system: str | None = None
+    thinking: bool | None = None  # position of the template's switch
     live: bool = False  # show the canvas
     history: list[Message] = field(default_factory=list)  # without the system message
     last: GenerateResult | None = None
@@ -143,7 +149,7 @@ class Conversation:
         view: View = PlainView()
         if self.live:
             view = LiveView(self.loaded.piece, then=view)
-        self.last = run_request(self.loaded.engine, [*prompt, *turns], self.config, view)
+        self.last = run_request(self.loaded.engine, [*prompt, *turns], self.config, view, thinking=self.thinking)
         if self.last.finish_reason == "cancelled":
             notice("cancelled")
         self.history = [*turns, {"role": "assistant", "content": self.last.text}]

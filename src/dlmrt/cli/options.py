@@ -79,6 +79,12 @@ DecodeFileOption = Annotated[
     Path | None,
     typer.Option("--decode-config", help="TOML, YAML or JSON file of decode settings; options overrule it."),
 ]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking", help="Think first or not, by the chat template's switch. [default: the template's]"
+    ),
+]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notices on stderr.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Log everything and show tracebacks.")]
 

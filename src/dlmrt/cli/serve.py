@@ -18,11 +18,7 @@ import typer
 
 from dlmrt.cli import options
 from dlmrt.cli.manners import set_up_logging
-<<<<<<< ours
-from dlmrt.cli.session import DEFAULT_MODEL, followed, notice, start
-=======
-from dlmrt.cli.session import DEFAULT_MODEL, notice, set_cuda_graph, start
->>>>>>> theirs
+from dlmrt.cli.session import DEFAULT_MODEL, followed, notice, set_cuda_graph, start
 from dlmrt.decode.aliases import RULE_ALIASES, canonical_settings
 from dlmrt.errors import UsageError
 from dlmrt.parallel.ranks import Ranks, chosen_executor

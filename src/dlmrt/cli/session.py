@@ -24,14 +24,9 @@ from typing import TYPE_CHECKING
 
 from dlmrt.cli.manners import set_up_logging
 from dlmrt.cli.terminal import View
-<<<<<<< ours
-from dlmrt.env import Environment
-from dlmrt.errors import MissingDependencyError
-from dlmrt.parallel.ranks import Ranks, chosen_executor
-=======
 from dlmrt.env import CUDA_GRAPHS, Environment
-from dlmrt.errors import UsageError
->>>>>>> theirs
+from dlmrt.errors import MissingDependencyError, UsageError
+from dlmrt.parallel.ranks import Ranks, chosen_executor
 from dlmrt.types import CanvasEvent, DecodeConfig, GenerateResult, Message, TextEvent
 
 if TYPE_CHECKING:
@@ -93,7 +88,6 @@ def load(
     return Loaded(engine=engine, model=model, load_s=time.perf_counter() - started)
 
 
-<<<<<<< ours
 def followed(open_checkpoint: Callable[[], Checkpoint], *, executor: str, dtype: str, num_threads: int | None) -> bool:
     """Run this rank's part for rank 0 until that ends, where this is one of several processes and not the first.
 
@@ -132,7 +126,8 @@ def followed_model(
         open_checkpoint, executor=executor or environment.executor, dtype=dtype or environment.dtype,
         num_threads=num_threads or environment.num_threads,
     )  # fmt: skip
-=======
+
+
 def set_cuda_graph(mode: str | None, executor: str) -> None:
     """Hand the option --cuda-graph to the cuda executor, which reads its variable when it loads.
 
@@ -146,7 +141,6 @@ def set_cuda_graph(mode: str | None, executor: str) -> None:
     if executor != "cuda":
         raise UsageError(f"--cuda-graph has no effect on executor {executor!r}; add --executor cuda, or leave it out")
     os.environ["DLMRT_CUDA_GRAPH"] = mode
->>>>>>> theirs
 
 
 def names_model(word: str) -> bool:
@@ -163,16 +157,21 @@ def names_model(word: str) -> bool:
 
 
 def run_request(
-    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View
-) -> GenerateResult:
+    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View,
+    *, thinking: bool | None = None,
+) -> GenerateResult:  # fmt: skip
     """Run one request, its events going to `view`. A cancelled one returns with what was committed.
+
+    Args:
+        thinking: position of the chat template's switch; None: as the template has it.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time.
     """
     result: GenerateResult | None = None
     with interrupts_as_event() as cancel:
-        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel)
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel, template_options=switch)
         with view:
             for event in events:
                 if isinstance(event, TextEvent):

@@ -22,7 +22,7 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, If, Kernel, Node, Program, Value, While, maximum
-from dlmrt.program.signatures import LOOP_OPS, signature
+from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ class _Lowering(Experts):
     def _lower_linear(self, node: Kernel) -> None:
         y, weight = node.outputs["y"], self._pack(node.inputs["weight"])
         cells = self._cells_of(node.inputs["x"], OPERANDS[weight.dtype])
-        if any(use.op == "predict" for use, _ in self._uses[self._capped(y)]):
+        if any(use.op in HEAD_OPS for use, _ in self._uses[self._capped(y)]):
             self._heads[y] = _Head(cells=cells, weight=weight)
             return
         self._linear(cells, weight, y.shape[0], *self._sum_or_rows(y))
@@ -240,18 +240,10 @@ class _Lowering(Experts):
 
     def _lower_predict(self, node: Kernel) -> None:
         i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
-        head = self._heads.pop(logits)
         rows, vocab = logits.shape[0], maximum(logits.shape[1])
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
-        stride, tiles = -(-maximum(rows) // 16) * 16, -(-vocab // _native.HEAD_TILE)
         draw = {name: i[name] for name in ("seed", "step", "block_idx")} if not is_greedy else {}
-
-        def tile(dtype: str) -> Buffer:
-            return self._scratch(dtype, (tiles, stride))
-
-        partials = {name: tile("float32") for name in ("tile_max", "tile_sum", "tile_weighted")} | {
-            "tile_argmax": tile("int32")
-        }
+        partials = self._head_partials(logits, is_drawn=not is_greedy and not is_filtered)
         merged = {"max_logit": self._scratch("float32", (rows,))}
         merged |= {name: o[name] for name in ("argmax", "log_sum_exp", "entropy", "argmax_confidence")}
         keys: dict[str, Buffer] = {}
@@ -260,22 +252,12 @@ class _Lowering(Experts):
             sampled = {"sample": self._scratch("int32", (rows,)), "sample_logit": self._scratch("float32", (rows,))}
         if not is_greedy and not is_filtered:
             keys["keys"] = self._scratch("uint8", (rows, _native.GUMBEL_KEY_BYTES))
-            partials |= {
-                "tile_score": tile("float32"),
-                "tile_sample_logit": tile("float32"),
-                "tile_sample": tile("int32"),
-            }
             self._emit("gumbel_keys", rows, draw, keys)
             merged |= sampled
-        written = dict(partials)
-        if is_filtered or len(self._uses[logits]) > 1:
-            written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
-        inputs = {"weight": head.weight, "temperature": i["step_temperature"], "banned": i["banned"]}
-        self._emit(
-            "head_stats", rows, inputs | head.cells.operands() | keys, written, operand=DTYPES[head.cells.dtype],
-            row_stride=stride, **({"softcap": head.cap} if head.cap else {}),
-        )  # fmt: skip
-        self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
+        kept: dict[str, Buffer] = {}
+        if is_filtered or any(use.op == "probabilities" for use, _ in self._uses[logits]):
+            kept["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
+        self._head_statistics(node, partials, keys, merged, kept)
         if is_filtered:
             filters = {name: i[name] for name in ("is_drawn", "top_k", "top_p", "min_p")}
             inputs = {"logits": self._logits[logits], "max_logit": merged["max_logit"]} | filters | draw
@@ -284,6 +266,45 @@ class _Lowering(Experts):
         inputs |= {} if is_greedy else {"is_drawn": i["is_drawn"]}
         names = ("token", "confidence", "is_finite_row", "is_finite")
         self._emit("finish_predict", rows, inputs, {name: o[name] for name in names})
+
+    def _lower_best_other(self, node: Kernel) -> None:
+        """The statistics once more with other ids banned, of which the argmax is all that counts."""
+        logits = node.inputs["logits"]
+        partials = self._head_partials(logits, is_drawn=False)
+        names = ("max_logit", "log_sum_exp", "entropy", "argmax_confidence")
+        merged = {name: self._scratch("float32", logits.shape[:1]) for name in names}
+        self._head_statistics(node, partials, {}, merged | {"argmax": node.outputs["argmax"]}, {})
+
+    def _head_partials(self, logits: Buffer, *, is_drawn: bool) -> dict[str, Buffer]:
+        """Where the statistics of each tile of `logits` go."""
+        stride, tiles = _row_stride(logits), -(-maximum(logits.shape[1]) // _native.HEAD_TILE)
+        types = {"tile_max": "float32", "tile_sum": "float32", "tile_weighted": "float32", "tile_argmax": "int32"}
+        if is_drawn:
+            types |= {"tile_score": "float32", "tile_sample_logit": "float32", "tile_sample": "int32"}
+        return {name: self._scratch(dtype, (tiles, stride)) for name, dtype in types.items()}
+
+    def _head_statistics(
+        self, node: Kernel, partials: Mapping[str, Buffer], keys: Mapping[str, Buffer], merged: Mapping[str, Buffer],
+        kept: Mapping[str, Buffer],
+    ) -> None:  # fmt: skip
+        """Statistics of the logits that `node` reads, tile by tile, then of whole rows.
+
+        Args:
+            partials: what becomes of the tiles.
+            keys: noise of the draw, if there is one.
+            merged: what becomes of the rows.
+            kept: where logits are written, if they are.
+        """
+        logits = node.inputs["logits"]
+        head, rows, vocab = self._heads[logits], logits.shape[0], maximum(logits.shape[1])
+        stride = _row_stride(logits)
+        inputs = {"weight": head.weight, "temperature": node.inputs["step_temperature"]}
+        inputs |= {"banned": node.inputs["banned"]} | head.cells.operands()
+        self._emit(
+            "head_stats", rows, inputs | dict(keys), dict(partials) | dict(kept),
+            operand=DTYPES[head.cells.dtype], row_stride=stride, **({"softcap": head.cap} if head.cap else {}),
+        )  # fmt: skip
+        self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
 
     def _lower_probabilities(self, node: Kernel) -> None:
         probs = node.outputs["probs"]
@@ -314,3 +335,8 @@ class _Lowering(Experts):
         if "in_block" in node.attributes:
             attributes["is_causal"] = node.attributes["in_block"] == "causal"
         self._nodes.append(Kernel(op=node.op, inputs=node.inputs, outputs=node.outputs, attributes=attributes))
+
+
+def _row_stride(logits: Buffer) -> int:
+    """Rows of a tile's statistics, in whole vectors."""
+    return -(-maximum(logits.shape[0]) // 16) * 16

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlmrt.cuda.tiles import PACKED_TILE_K, TILE_SOFT, TILE_V, chunk_length, num_splits, power_of_two, tile_k
+from dlmrt.errors import UnsupportedModelError
 from dlmrt.models.config import ModelConfig, RopeConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
@@ -28,6 +29,8 @@ from dlmrt.program.signatures import LOOP_OPS, signature
 
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
+_WITHOUT_KERNEL = ("propose_edits", "apply_edits")
+LOOP_RULES = ("threshold", "joint_threshold", "entropy_bound", "steps", "sub_blocks")  # whose operations have kernels
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
 
@@ -391,7 +394,10 @@ class _Lowering:
             self._nodes.append(Kernel(op=op, inputs=inputs, outputs=node.outputs, attributes={"kind": kind}))
 
     def _lower_other(self, node: Kernel) -> None:
-        assert node.op in LOOP_OPS, f"no lowering of {node.op}"
+        if node.op not in LOOP_OPS or node.op in _WITHOUT_KERNEL:
+            raise UnsupportedModelError(
+                f"the cuda executor has no kernel of {node.op!r}; its loops run commit rules {', '.join(LOOP_RULES)}"
+            )
         attributes: dict[str, Value] = dict(node.attributes)
         operands, buffers = (*signature(node.op)[0], *signature(node.op)[1]), dict(node.inputs) | dict(node.outputs)
         for operand in operands:

@@ -56,6 +56,17 @@ Watch = Callable[[list[int]], int | None]
 
 
 @dataclass(frozen=True, kw_only=True)
+class GivenDraws:
+    """What a recorded run drew, to be taken instead of drawing anew; for uniform noise and rule entropy_bound.
+
+    That rule decides by entropies: confidences stay those of the argmax. N blocks, S steps of a block, L canvas slots.
+    """
+
+    token_NSL: Int32  # drawn by each step
+    noise_NSL: Int32  # held by open slots before each step
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoopRequest:
     """What the loop needs to know about one request. Lengths are already checked against the model's context."""
 
@@ -66,6 +77,7 @@ class LoopRequest:
     allowed: Int32  # the others, in ascending order
     cancel: threading.Event = field(default_factory=threading.Event)
     with_probs: bool = False  # every StepEvent carries the whole distribution
+    given: GivenDraws | None = None
     watch: Watch | None = None  # gets each settled run of ids; returns how many of them count if the text ends there
 
 
@@ -190,6 +202,9 @@ class Block:
             # 4. Forward. 5. Predict.
             where_L = before.is_open_L if is_local and self.residual_LD is not None else None
             prediction = self._predict(before, where_L, self._sampling(temperature), has_residual=has_residual)
+            if self.request.given is not None:
+                drawn_L = self.request.given.token_NSL[self.block_idx, step]
+                prediction = replace(prediction, token_L=np.where(before.is_pinned_L, prediction.token_L, drawn_L))
             # 6. Commit.
             after = RULES[settings.commit_rule](settings, before, prediction)
             assert after.committed_L.any() or not before.is_open_L.any(), "a step with open slots decides at least one"
@@ -258,6 +273,9 @@ class Block:
 
     def _noise(self, step: int) -> Int32:
         diffusion, length = self.request.diffusion, self.settings.canvas_length
+        if self.request.given is not None:
+            given_L: Int32 = self.request.given.noise_NSL[self.block_idx, step].copy()
+            return given_L
         if diffusion.noise == "mask":
             return np.full(length, diffusion.mask_token_id, dtype=np.int32)
         return uniform_ids(
@@ -266,8 +284,9 @@ class Block:
 
     def _sampling(self, temperature: float) -> Sampling:
         s = self.settings
+        is_greedy = s.is_greedy or self.request.given is not None
         return Sampling(
-            temperature=temperature, is_greedy=s.is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+            temperature=temperature, is_greedy=is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
         )
 
     def settle(self) -> None:

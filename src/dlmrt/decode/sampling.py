@@ -82,6 +82,7 @@ def predict(
         confidence_L=(weights[rows, token_L] / total_L).astype(np.float32),
         entropy_L=entropy_L.astype(np.float32),
         probs_LV=(weights / total_L[:, None]).astype(np.float32) if with_probs else None,
+        logits_LV=scaled if with_probs else None,
     )
 
 

@@ -82,21 +82,27 @@ class ModelParts:
         where: Buffer | None,
     ) -> Buffer:
         """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
-        hidden = None
-        if self._hidden is None or ids.shape[0] != 1:
-            hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
-        return self._logits(hidden, context, ids.shape[0])
+        if self._hidden is None:
+            return self._head(self._forward(ids, positions, visible, z=z, where=where, is_context=False))
+        if ids.shape[0] == 1:
+            return self.stored_canvas(context, 1)
+        return self._shifted(
+            self._forward(ids, positions, visible, z=z, where=where, is_context=False), context, ids.shape[0]
+        )
 
     def stored_canvas(self, context: Buffer, length: int) -> Buffer:
-        """Logits [L, V] of a canvas whose rows went through `extend`, for shifted logits: no row is computed here."""
-        return self._logits(None, context, length)
+        """Logits [L, V] of the first slots, for shifted logits: the rows that predict them went through `extend`.
 
-    def _logits(self, hidden: Buffer | None, context: Buffer, rows: Dim) -> Buffer:
-        if self._hidden is not None:
-            # One shifted row is the last committed one: next-token prediction needs no forward over the canvas.
-            operands = {"hidden": hidden, "cache": self._hidden, "context": context}
-            hidden = self.recorder.call("shift", operands, dims={"T": rows})["y"]
-        assert hidden is not None
+        No row is computed here; slot 0 is predicted by the last committed one.
+        """
+        return self._shifted(None, context, length)
+
+    def _shifted(self, hidden: Buffer | None, context: Buffer, rows: Dim) -> Buffer:
+        assert self._hidden is not None
+        operands = {"hidden": hidden, "cache": self._hidden, "context": context}
+        return self._head(self.recorder.call("shift", operands, dims={"T": rows})["y"])
+
+    def _head(self, hidden: Buffer) -> Buffer:
         logits: Buffer = self.family.head(self.recorder, self._head_params, self.config, hidden)
         return logits
 

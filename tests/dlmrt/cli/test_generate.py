@@ -48,6 +48,20 @@ def test_raw_prompt_and_system_message(cli, tiny_model, engine):
     assert cli("generate", tiny_model, "hello", "--system", "be brief").out == engine.generate(turns).text + "\n"
 
 
+def test_thinking_is_switched_in_the_chat_template(cli, tiny_model, engine):
+    messages = [{"role": "user", "content": "hello"}]
+    texts = [engine.generate(messages, template_options={"enable_thinking": value}).text for value in (True, False)]
+    assert texts[0] != texts[1]
+    assert [cli("generate", tiny_model, "hello", option).out for option in ("--thinking", "--no-thinking")] == [
+        text + "\n" for text in texts
+    ]
+    assert cli("chat", tiny_model, "--no-thinking", stdin=b"hello\n").out == texts[1] + "\n"
+    refused = cli("generate", tiny_model, "hello", "--raw", "--no-thinking")
+    assert refused.status == 2 and "--raw" in refused.err and refused.err.count("\n") == 1
+    with pytest.raises(UsageError, match="no effect without messages"):
+        engine.generate("hello", template_options={"enable_thinking": False})
+
+
 def test_json_is_one_document_that_adds_up(cli, tiny_model, engine):
     """K61, K64: prompt tokens are not output, and the tokens of the forwards sum to the answer."""
     outcome = cli("generate", tiny_model, "hello", "--json", "--max-tokens", "9")

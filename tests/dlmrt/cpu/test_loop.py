@@ -33,6 +33,7 @@ RULES = {
     "joint_threshold": {"threshold": 0.02, "edit_threshold": 0.012, "max_post_edit_steps": 3},
     "entropy_bound": {"entropy_bound": 10.0, "max_denoising_steps": 6, "stop_entropy": 4.9},
     "steps": {"max_denoising_steps": 3},
+    "sub_blocks": {"threshold": 0.02, "sub_block_length": 3},
 }
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
@@ -85,7 +86,7 @@ def test_native_loop_equals_the_readable_one(models, name, rule, rng):
     config, eager, cpu = models(name)
     settings = dict(RULES[rule])
     if config.diffusion.canvas_length == 1:
-        settings |= {"max_denoising_steps": 1} if rule == "steps" else {}
+        settings |= {"steps": {"max_denoising_steps": 1}, "sub_blocks": {"sub_block_length": 1}}.get(rule, {})
     for sampling in SAMPLINGS.values():
         prompt = rng.integers(0, 250, int(rng.integers(9, 40)))
         asked = {"commit_rule": rule, "max_tokens": int(rng.integers(1, 40)), **settings, **sampling}
@@ -343,6 +344,30 @@ def test_nan_fails_the_request_and_not_the_next_one(rng):
         good = request_for(untied, [5, 78, 6], max_tokens=8)
         fresh = make_cpu(untied, params, dtype=dtype)
         assert_bit_equal(fast(cpu, good), fast(fresh, good))
+
+
+def test_the_first_slot_of_a_shifted_block_is_decided_before_the_first_step(rng):
+    """Rule sub_blocks: not where the prompt holds it, nor in a request that was cancelled; its row may be NaN alone."""
+    config = tiny_config(diffusion={"logit_shift": 1, "block_anchor": "position_zero"}, tie_word_embeddings=False)
+    params = draw_params(config)
+    params["model.embed_tokens.weight"][77] = np.nan
+    eager, cpu = make_eager(config, params), make_cpu(config, params)
+    asked = {"commit_rule": "sub_blocks", "threshold": 0.02, "max_tokens": 20}
+    for length, is_open in ((8, False), (16, False), (13, False), (3, False)):
+        events = fast(cpu, request_for(config, rng.integers(0, 70, length), **asked))
+        first = next(event for event in events if isinstance(event, StepEvent))
+        assert first.state.is_unresolved_L[0] == is_open
+        assert first.state.committed_L[0] == (length % 8 == 0)
+    cancel = threading.Event()
+    cancel.set()
+    request = request_for(config, range(8), cancel=cancel, **asked)
+    assert_same(slow(eager, request), fast(cpu, request))
+    poisoned = request_for(config, [1, 2, 3, 4, 5, 6, 7, 77], **asked)
+    for run, denoiser in ((slow, eager), (fast, cpu)):
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0\]"):
+            run(denoiser, poisoned)
+    good = request_for(config, range(8), **asked)
+    assert_bit_equal(fast(cpu, good), fast(make_cpu(config, params), good))
 
 
 def test_flat_logits_cannot_spin():

@@ -33,7 +33,7 @@ import dlmrt.decode.native
 import dlmrt.program.denoiser
 from dlmrt.cuda import programs
 from dlmrt.cuda.runners import Launches
-from dlmrt.decode.loop import StepEvent
+from dlmrt.decode.loop import GivenDraws, StepEvent
 from dlmrt.decode.native import run_loop
 from dlmrt.errors import NonFiniteError
 
@@ -44,6 +44,9 @@ QWEN3 = {
     "qwen3": small_config(),
     "qwen3, residual": small_config(residual=ADAPTER),
     "qwen3, whole blocks from 0": small_config(block_anchor="position_zero", context_attention="block_causal"),
+    "qwen3, whole blocks from 0, shifted": small_config(
+        block_anchor="position_zero", context_attention="block_causal", logit_shift=1
+    ),
     "qwen3, uniform noise, shifted": small_config(**UNIFORM_SHIFTED),
     "qwen3, causal canvas": small_config(in_block_attention="causal"),
 }
@@ -53,6 +56,7 @@ RULES = {
     "joint_threshold": {"threshold": 0.2, "edit_threshold": 0.1, "max_post_edit_steps": 2},
     "entropy_bound": {"entropy_bound": 1.0},
     "steps": {},
+    "sub_blocks": {"threshold": 0.1, "sub_block_length": 2},
 }
 GREEDY = {"temperature": 0}
 DRAWN = {"temperature": 0.9, "seed": 11}
@@ -61,6 +65,7 @@ FILTERED = {"temperature": 0.8, "seed": 5, "top_k": 20, "top_p": 0.9, "min_p": 0
 SAMPLE = [
     ("qwen3, residual", "threshold", GREEDY, 6, 4),
     ("qwen3, whole blocks from 0", "joint_threshold", DRAWN, 6, 4),
+    ("qwen3, whole blocks from 0, shifted", "sub_blocks", DRAWN, 6, 4),
     ("qwen3, uniform noise, shifted", "entropy_bound", FILTERED, 4, 2),
     ("qwen3, causal canvas", "steps", GREEDY, 6, 4),
     ("llada2, groups of experts", "joint_threshold", GREEDY, 4, 2),
@@ -177,3 +182,23 @@ def test_a_cancelled_loop_ends_before_its_next_forward_with_what_is_final(runner
     assert int(denoiser._store._programs[next(reversed(denoiser._store._programs))].scalars.read("block_idx")) < 20
     after = request_for(config, PROMPT[:4], max_tokens=4, **settings)
     assert_same(fast(denoiser, after), slow(make_eager(config, params), after))
+
+
+def test_given_draws_take_the_place_of_random_ones(runners):
+    """A recorded run, whatever drew it: the same canvases and tokens in both loops."""
+    config = small_config(**UNIFORM_SHIFTED)
+    params = draw_params(config)
+    rng = np.random.default_rng(7)
+    token_NSL, noise_NSL = (rng.integers(0, config.vocab_size - 8, (2, 3, 4)).astype(np.int32) for _ in range(2))
+    request = replace(
+        request_for(
+            config, PROMPT, max_tokens=6, temperature=0.8, commit_rule="entropy_bound", entropy_bound=1.0,
+            max_denoising_steps=3,
+        ),
+        given=GivenDraws(token_NSL=token_NSL, noise_NSL=noise_NSL),
+    )  # fmt: skip
+    events = fast(make_cuda(config, params), request)
+    assert_same(events, slow(make_eager(config, params), request))
+    first = next(event for event in events if isinstance(event, StepEvent))
+    np.testing.assert_array_equal(first.state.canvas_L, noise_NSL[0, 0])
+    np.testing.assert_array_equal(first.prediction.token_L, token_NSL[0, 0])

@@ -4,28 +4,11 @@
 // slot: comparisons in the same precision, ties to the lower slot. Run by the caller's thread alone.
 //
 // Source: ours.
-#include <algorithm>
-#include <cstring>
-
-#include "op.hpp"
+#include "loop.hpp"
 #include "random.hpp"
 
 namespace dlmrt::cpu {
 namespace {
-
-enum EndReason : int32_t {
-  kGoesOn = 0,
-  kEos,
-  kStopToken,
-  kMaxTokens,
-  kCancelled,
-  kNonFinite
-};  // END_REASONS of program/loop.py
-
-// The host sets the flag from another thread.
-bool is_set(const int32_t* flag) { return __atomic_load_n(flag, __ATOMIC_RELAXED) != 0; }
-
-bool contains(const uint32_t* bits, int32_t id) { return bits[id / 32] >> (id % 32) & 1; }
 
 // Positions that a committed row at `position` sees, when `end` positions exist and blocks start at `grid`.
 int32_t committed_visible(int32_t position, int64_t block, int64_t grid, int32_t end) {
@@ -61,35 +44,6 @@ class Noise {
   const int32_t *allowed_, *num_allowed_;
   const uint64_t* key_;
 };
-
-// An operation written as a function that owns its operands.
-template <class F>
-class Function : public Op {
- public:
-  explicit Function(F f) : f_(std::move(f)) {}
-  void run(const Context&) override { f_(); }
-
- private:
-  F f_;
-};
-template <class F>
-std::unique_ptr<Op> make(F f) {
-  return std::make_unique<Function<F>>(std::move(f));
-}
-
-// Operands of a block's slots, of which `length` there are.
-uint8_t* flags_of(const Fields& f, const char* role) {
-  const int64_t length = f.size("length");
-  return f.get<uint8_t>(role, length, length, 0, 1);
-}
-template <class T = int32_t>
-T* slots_of(const Fields& f, const char* role) {
-  return f.get<T>(role, f.size("length"));
-}
-int32_t* flag_of(const Fields& f, const char* role) { return f.scalar(role, 0, 1); }
-// A count that only grows by one at a time, so that it cannot overflow.
-int32_t* counter_of(const Fields& f, const char* role) { return f.scalar(role, 0, INT32_MAX - 1); }
-int32_t* max_steps_of(const Fields& f) { return f.scalar("max_steps", 1, INT32_MAX); }
 
 // 1
 std::unique_ptr<Op> start_request(const Fields& f) {
@@ -198,6 +152,26 @@ std::unique_ptr<Op> start_block(const Fields& f) {
   });
 }
 
+std::unique_ptr<Op> check_first(const Fields& f) {
+  return make([num_pinned = f.scalar("num_pinned", 0, INT32_MAX), more_steps = flag_of(f, "more_steps"),
+               is_first_open = f.get<int32_t>("is_first_open")] { *is_first_open = *num_pinned == 0 && *more_steps; });
+}
+
+std::unique_ptr<Op> decide_first(const Fields& f) {
+  return make([length = f.size("length"), argmax = f.get<int32_t>("first_argmax"),
+               is_finite = flag_of(f, "first_is_finite"), canvas = slots_of(f, "canvas"),
+               is_open = slots_of<uint8_t>(f, "is_open"), is_finite_row = slots_of<uint8_t>(f, "is_finite_row"),
+               more_steps = f.get<int32_t>("more_steps"), end_reason = f.get<int32_t>("end_reason")] {
+    canvas[0] = *argmax;
+    is_open[0] = 0;
+    if (*is_finite) return;
+    std::fill_n(is_finite_row, length, uint8_t{1});
+    is_finite_row[0] = 0;
+    *more_steps = 0;
+    *end_reason = kNonFinite;
+  });
+}
+
 std::unique_ptr<Op> start_step(const Fields& f) {
   f.require(!f.bytes("t_min") == !f.bytes("t_max"), "'t_min' and 't_max' come together");
   return make([canvas = slots_of(f, "canvas"), is_open = flags_of(f, "is_open"), step = counter_of(f, "step"),
@@ -234,60 +208,6 @@ std::unique_ptr<Op> changed_rows(const Fields& f) {
   });
 }
 
-// The block that a rule works on, and what all rules leave.
-struct Block {
-  explicit Block(const Fields& f)
-      : length(f.size("length")),
-        canvas(slots_of(f, "canvas")),
-        answer(slots_of(f, "answer")),
-        is_open(flags_of(f, "is_open")),
-        committed(slots_of<uint8_t>(f, "committed")),
-        changed(slots_of<uint8_t>(f, "changed")),
-        step(counter_of(f, "step")),
-        max_steps(max_steps_of(f)),
-        num_edits(f.get<int32_t>("num_edits")),
-        is_done(f.get<int32_t>("is_done")),
-        token(slots_of(f, "token")) {}
-
-  bool is_last() const { return *step + 1 >= *max_steps; }
-  int64_t num_open() const {
-    return std::count_if(is_open, is_open + length, [](uint8_t open) { return open != 0; });
-  }
-
-  // chosen = the `count` open slots of highest score; ties go to the lower slot
-  void choose_best(const float* score, int64_t count, uint8_t* chosen) const {
-    std::fill_n(chosen, length, uint8_t{0});
-    for (int64_t left = std::min(count, num_open()); left > 0; left--) {
-      int64_t best = -1;
-      for (int64_t i = 0; i < length; i++)
-        if (is_open[i] && !chosen[i] && (best < 0 || score[i] > score[best])) best = i;
-      chosen[best] = 1;
-    }
-  }
-  // Chosen slots take the predicted token and close.
-  void commit_chosen() const {
-    for (int64_t i = 0; i < length; i++) {
-      if (!committed[i]) continue;
-      canvas[i] = token[i];
-      is_open[i] = 0;
-    }
-  }
-  void finish(bool done) const {
-    std::memcpy(answer, canvas, static_cast<size_t>(length) * sizeof(int32_t));
-    std::memcpy(changed, committed, static_cast<size_t>(length));
-    ++*step;
-    *is_done = done;
-  }
-
-  int64_t length;
-  int32_t *canvas, *answer;
-  uint8_t *is_open, *committed, *changed;
-  int32_t* step;
-  const int32_t* max_steps;
-  int32_t *num_edits, *is_done;
-  const int32_t* token;
-};
-
 // 6
 std::unique_ptr<Op> commit_threshold(const Fields& f) {
   f.require(!f.bytes("edit_threshold") == !f.bytes("max_post_edit_steps"), "the two limits of edits come together");
@@ -303,7 +223,7 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
       b.committed[i] = b.is_open[i] && (is_last || confidence[i] > *threshold);
       passed += b.committed[i];
     }
-    if (!is_last && passed < *min_commit) b.choose_best(confidence, *min_commit, b.committed);
+    if (!is_last && passed < *min_commit) choose_best(b.is_open, b.length, confidence, *min_commit, b.committed);
     b.commit_chosen();
     *b.num_edits = 0;
     for (int64_t i = 0; edit_threshold && i < b.length; i++) {
@@ -322,8 +242,31 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
 std::unique_ptr<Op> commit_steps(const Fields& f) {
   return make([b = Block(f), confidence = slots_of<float>(f, "confidence")] {
     const int64_t quota = b.length / *b.max_steps + (*b.step < b.length % *b.max_steps);
-    b.choose_best(confidence, b.is_last() ? b.length : quota, b.committed);
+    choose_best(b.is_open, b.length, confidence, b.is_last() ? b.length : quota, b.committed);
     b.commit_chosen();
+    *b.num_edits = 0;
+    b.finish(b.num_open() == 0);
+  });
+}
+
+std::unique_ptr<Op> commit_sub_blocks(const Fields& f) {
+  return make([b = Block(f), confidence = slots_of<float>(f, "confidence"), was_open = flags_of(f, "was_open"),
+               is_free = flags_of(f, "is_free"), threshold = f.get<float>("threshold"),
+               min_commit = f.scalar("min_commit", 1, INT32_MAX),
+               run_length = f.scalar("sub_block_length", 1, INT32_MAX)] {
+    const bool is_last = b.is_last(), is_first = *b.step == 0;
+    // Slots behind the run of the first open one wait for their turn.
+    const int64_t first = std::find_if(b.is_open, b.is_open + b.length, [](uint8_t open) { return open != 0; }) - b.is_open;
+    const int64_t end = is_last ? b.length : std::min<int64_t>(b.length, (first / *run_length + 1) * *run_length);
+    int64_t passed = 0;
+    for (int64_t i = 0; i < b.length; i++) {
+      b.committed[i] = i < end && b.is_open[i] && (is_last || confidence[i] > *threshold);
+      passed += b.committed[i];
+    }
+    if (!is_last && passed < *min_commit) choose_best(b.is_open, end, confidence, *min_commit, b.committed);
+    b.commit_chosen();
+    // What was decided before the first step counts as this step's, whose row 0 says the same.
+    for (int64_t i = 0; is_first && i < b.length; i++) b.committed[i] |= !was_open[i] && is_free[i];
     *b.num_edits = 0;
     b.finish(b.num_open() == 0);
   });
@@ -398,6 +341,21 @@ std::unique_ptr<Op> renoise(const Fields& f) {
                canvas = slots_of(f, "canvas")] {
     for (int64_t i = 0; i < length; i++)
       if (is_open[i]) canvas[i] = noise(i, *step, *block_idx);
+  });
+}
+
+// 5, 8: a request may ask for more than was recorded.
+std::unique_ptr<Op> take_given(const Fields& f) {
+  const int64_t length = f.size("length"), num_steps = f.size("num_steps"), block = product(num_steps, length);
+  return make([given = f.get<int32_t>("given", block), num_blocks = f.count<int32_t>("given") / block,
+               block_idx = counter_of(f, "block_idx"), step = counter_of(f, "step"), where = flags_of(f, "where"),
+               values = slots_of(f, "values"), length, num_steps, block] {
+    if (*block_idx >= num_blocks || *step >= num_steps)
+      throw std::out_of_range("the given draws have no step " + std::to_string(*step) + " of block " +
+                              std::to_string(*block_idx));
+    const int32_t* row = given + *block_idx * block + *step * length;
+    for (int64_t i = 0; i < length; i++)
+      if (where[i]) values[i] = row[i];
   });
 }
 
@@ -483,13 +441,17 @@ std::unique_ptr<Op> make_loop_op(const Fields& f) {
       {"prefill_chunk", prefill_chunk},
       {"finish_chunk", finish_chunk},
       {"start_block", start_block},
+      {"check_first", check_first},
+      {"decide_first", decide_first},
       {"start_step", start_step},
       {"changed_rows", changed_rows},
       {"commit_threshold", commit_threshold},
       {"commit_steps", commit_steps},
+      {"commit_sub_blocks", commit_sub_blocks},
       {"commit_entropy_bound", commit_entropy_bound},
       {"settle", settle},
       {"renoise", renoise},
+      {"take_given", take_given},
       {"set_flag", set_flag},
       {"finish_step", finish_step},
       {"close_block", close_block},

@@ -216,5 +216,6 @@ std::unique_ptr<Op> make_tensor_op(const Fields& fields);
 std::unique_ptr<Op> make_moe_op(const Fields& fields);
 std::unique_ptr<Op> make_predict_op(const Fields& fields);
 std::unique_ptr<Op> make_loop_op(const Fields& fields);
+std::unique_ptr<Op> make_edit_op(const Fields& fields);
 
 }  // namespace dlmrt::cpu

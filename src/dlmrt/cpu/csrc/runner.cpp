@@ -8,6 +8,7 @@ void Runner::add(Fields fields) {
   if (!op) op = make_moe_op(fields);
   if (!op) op = make_predict_op(fields);
   if (!op) op = make_loop_op(fields);
+  if (!op) op = make_edit_op(fields);
   if (!op) throw std::invalid_argument("the native runner has no operation '" + fields.op + "'");
   const int64_t bytes = round_up(op->worker_bytes(), int64_t{kAlignment});
   worker_bytes_ = bytes > worker_bytes_ ? bytes : worker_bytes_;

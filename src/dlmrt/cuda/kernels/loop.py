@@ -149,6 +149,28 @@ def start_block(
     tl.store(end_reason, tl.where(stops, CANCELLED, tl.load(end_reason)))
 
 
+@triton.jit(do_not_specialize=["handle"])
+def check_first(num_pinned, more_steps, is_first_open, handle: tl.int64 = 0, SETS: tl.constexpr = False):
+    """Step 2 behind shifted logits: whether slot 0 is to be decided before the first step."""
+    is_wanted = (tl.load(num_pinned) == 0) & (tl.load(more_steps) != 0)
+    hand_over(is_first_open, is_wanted.to(tl.int32), handle, SETS)
+
+
+@triton.jit
+def decide_first(
+    first_argmax, first_is_finite, canvas, is_open, more_steps, end_reason, is_finite_row, L: tl.constexpr,
+    LP: tl.constexpr,
+):  # fmt: skip
+    """Step 2 behind shifted logits: slot 0 takes the argmax of its row; one that is not finite ends the block."""
+    i = tl.arange(0, LP)
+    tl.store(canvas, tl.load(first_argmax))
+    tl.store(is_open + i, tl.zeros_like(i).to(tl.uint8), mask=i < 1)
+    is_finite = tl.load(first_is_finite) != 0
+    tl.store(is_finite_row + i, ((i > 0) | is_finite).to(tl.uint8), mask=i < L)
+    tl.store(more_steps, tl.where(is_finite, tl.load(more_steps), 0))
+    tl.store(end_reason, tl.where(is_finite, tl.load(end_reason), NON_FINITE))
+
+
 @triton.jit
 def start_step(
     canvas, is_open, step, temperature, t_min, t_max, max_steps, before, was_open, step_temperature, L: tl.constexpr,
@@ -169,13 +191,16 @@ def start_step(
 
 
 @triton.jit
-def best(score, is_candidate, i, scores, candidates, count, L: tl.constexpr, LP: tl.constexpr):
-    """The `count` candidates of highest score; `scores` and `candidates` are where the same numbers lie in memory."""
+def best(score, is_candidate, i, scores, candidates, count, end, L: tl.constexpr, LP: tl.constexpr):
+    """The `count` candidates of highest score before slot `end`.
+
+    `scores` and `candidates` are where the same numbers lie in memory, candidates from `end` on besides.
+    """
     rank = tl.zeros((LP,), tl.int32)
     for begin in range(0, LP, PAIRS if LP > PAIRS else LP):
         j = begin + tl.arange(0, PAIRS if LP > PAIRS else LP)
         other = tl.load(scores + j, mask=j < L, other=0.0)
-        is_other = tl.load(candidates + j, mask=j < L, other=0) != 0
+        is_other = (tl.load(candidates + j, mask=j < L, other=0) != 0) & (j < end)
         is_ahead = (other[None, :] > score[:, None]) | ((other[None, :] == score[:, None]) & (j[None, :] < i[:, None]))
         rank += tl.sum((is_other[None, :] & is_ahead).to(tl.int32), 1)
     return is_candidate & (rank < count)
@@ -197,7 +222,7 @@ def commit_threshold(
     passed = opened & (sure > tl.load(threshold))
     wanted = tl.load(min_commit)
     is_enough = tl.sum(passed.to(tl.int32), 0) >= wanted
-    forced = best(sure, opened, i, confidence, was_open, wanted, L, LP)
+    forced = best(sure, opened, i, confidence, was_open, wanted, L, L, LP)
     chosen = (is_last & opened) | ((is_last == 0) & ((is_enough & passed) | ((is_enough == 0) & forced)))
     held = tl.load(canvas + i, mask=is_slot, other=0)
     ids = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), held)
@@ -240,7 +265,7 @@ def commit_steps(
     taken, steps = tl.load(step), tl.load(max_steps)
     quota = L // steps + (taken < L % steps).to(tl.int32)
     quota = tl.where(taken + 1 >= steps, L, quota)
-    chosen = best(sure, opened, i, confidence, was_open, quota, L, LP)
+    chosen = best(sure, opened, i, confidence, was_open, quota, L, L, LP)
     held = tl.load(canvas + i, mask=is_slot, other=0)
     ids = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), held)
     stays_open = opened & (chosen == 0)
@@ -250,6 +275,42 @@ def commit_steps(
     tl.store(is_open + i, stays_open.to(tl.uint8), mask=is_slot)
     tl.store(committed + i, chosen.to(tl.uint8), mask=is_slot)
     tl.store(changed + i, chosen.to(tl.uint8), mask=is_slot)
+    tl.store(num_edits, num_open * 0)
+    tl.store(step, taken + 1)
+    tl.store(is_done, (num_open == 0).to(tl.int32))
+
+
+@triton.jit
+def commit_sub_blocks(
+    token, confidence, was_open, is_free, threshold, min_commit, sub_block_length, max_steps, canvas, answer, is_open,
+    step, committed, changed, num_edits, is_done, L: tl.constexpr, LP: tl.constexpr,
+):  # fmt: skip
+    """Step 6, rule `sub_blocks`: slots behind the run of the first open one wait for their turn."""
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    opened = tl.load(was_open + i, mask=is_slot, other=0) != 0
+    sure = tl.load(confidence + i, mask=is_slot, other=0.0)
+    taken, length = tl.load(step), tl.load(sub_block_length)
+    is_last = taken + 1 >= tl.load(max_steps)
+    first = tl.min(tl.where(opened, i, L), 0)
+    end = (first // length + 1) * length
+    in_turn = opened & (i < end)
+    passed = in_turn & (sure > tl.load(threshold))
+    wanted = tl.load(min_commit)
+    is_enough = tl.sum(passed.to(tl.int32), 0) >= wanted
+    forced = best(sure, in_turn, i, confidence, was_open, wanted, end, L, LP)
+    chosen = (is_last & opened) | ((is_last == 0) & ((is_enough & passed) | ((is_enough == 0) & forced)))
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    ids = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), held)
+    stays_open = opened & (chosen == 0)
+    num_open = tl.sum(stays_open.to(tl.int32), 0)
+    # What was decided before the first step counts as this step's.
+    is_given = (taken == 0) & (opened == 0) & (tl.load(is_free + i, mask=is_slot, other=0) != 0)
+    tl.store(canvas + i, ids, mask=is_slot)
+    tl.store(answer + i, ids, mask=is_slot)
+    tl.store(is_open + i, stays_open.to(tl.uint8), mask=is_slot)
+    tl.store(committed + i, (chosen | is_given).to(tl.uint8), mask=is_slot)
+    tl.store(changed + i, (chosen | is_given).to(tl.uint8), mask=is_slot)
     tl.store(num_edits, num_open * 0)
     tl.store(step, taken + 1)
     tl.store(is_done, (num_open == 0).to(tl.int32))
@@ -339,6 +400,15 @@ def renoise(
     opened = (tl.load(is_open + i, mask=i < L, other=0) != 0) & (i < L)
     fresh = noise(i, tl.load(step), tl.load(block_idx), allowed, num_allowed, noise_key, MASK)
     tl.store(canvas + i, fresh, mask=opened)
+
+
+@triton.jit
+def take_given(given, block_idx, step, where, values, L: tl.constexpr, LP: tl.constexpr, NUM_STEPS: tl.constexpr):
+    """Steps 5 and 8 of a recorded run: its row instead of draws or noise."""
+    i = tl.arange(0, LP)
+    row = given + (tl.load(block_idx) * NUM_STEPS + tl.load(step)) * L
+    is_taken = tl.load(where + i, mask=i < L, other=0) != 0
+    tl.store(values + i, tl.load(row + i, mask=is_taken, other=0), mask=is_taken)
 
 
 @triton.jit
