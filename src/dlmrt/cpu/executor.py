@@ -29,7 +29,7 @@ from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, 
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
-from dlmrt.program.loop import RECORD_KINDS, RULE_SCALARS, LoopOptions, record_loop
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Bool, Float32, Int32
 
 MAX_ROWS = 512  # of one forward that extends the context
@@ -54,7 +54,6 @@ class CpuDenoiser:
     """
 
     name = "cpu"
-    loop_rules = tuple(RULE_SCALARS)
 
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None,

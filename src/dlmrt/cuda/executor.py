@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from dlmrt.checkpoint.load import Checkpoint, load_params
-from dlmrt.cuda.lower import LOOP_RULES
 from dlmrt.cuda.programs import MIN_SLOTS, DeviceProgram, ProgramStore
 from dlmrt.cuda.runners import MODES
 from dlmrt.cuda.weights import Packed
@@ -54,7 +53,6 @@ class CudaDenoiser:
     """
 
     name = "cuda"
-    loop_rules = LOOP_RULES
 
     def __init__(
         self, params: Mapping[str, Tensor], config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",

@@ -401,7 +401,8 @@ def _loop_operation(b: Bound) -> Launch:
         chunk = int(b.number("chunk"))
         constants |= {"CHUNK": chunk, "CP": tiles.power_of_two(chunk)}
     for name, attribute in (("ALIGN", "align"), ("BLOCK", "block"), ("MASK", "mask_token_id"), ("VALUE", "value"),
-                            ("NUM_STEPS", "num_steps"),
+                            ("NUM_STEPS", "num_steps"), ("VOCAB", "vocab_size"), ("DELETE", "delete_token_id"),
+                            ("SPLIT", "split_token_id"),
                             ("IS_STICKY", "is_sticky"), ("HAS_RANGE", "is_schedule")):  # fmt: skip
         if attribute in attributes:
             constants[name] = attributes[attribute]

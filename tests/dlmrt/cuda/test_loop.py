@@ -32,6 +32,7 @@ from dlmrt.cuda.runners import Launches
 from dlmrt.decode.loop import GivenDraws, StepEvent
 
 PROMPT = np.arange(3, 9)
+EDITS = {"mask_token_id": 256, "delete_token_id": 100, "split_token_id": 101, "commit_rule": "joint_threshold_indel"}
 
 SCENARIOS = {
     "threshold, residual": ({"residual": ADAPTER}, {"temperature": 0, "threshold": 0.3}),
@@ -48,6 +49,11 @@ SCENARIOS = {
     "sub_blocks, shifted, sampled, grid from 0": (
         {"logit_shift": 1, "block_anchor": "position_zero", "context_attention": "block_causal"},
         {"temperature": 0.7, "seed": 3, "commit_rule": "sub_blocks", "threshold": 0.1, "sub_block_length": 2},
+    ),
+    "joint_threshold_indel, sampled": (
+        EDITS | {"block_anchor": "position_zero", "context_attention": "block_causal"},
+        {"temperature": 0.7, "seed": 3, "threshold": 0.1, "edit_threshold": 0.0, "max_post_edit_steps": 5,
+         "max_denoising_steps": 12},
     ),
     "steps, causal canvas": ({"in_block_attention": "causal"}, {"temperature": 0, "commit_rule": "steps"}),
 }  # fmt: skip
