@@ -124,13 +124,9 @@ def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
         | {"mask_token_id": diffusion.mask_token_id if diffusion else None},
     }
     if diffusion:
-        from dlmrt.cuda.lower import LOOP_RULES
         from dlmrt.decode.settings import resolve
 
         report["decode_defaults"] = resolve(DecodeConfig(), config, checkpoint.generation).as_dict()
-        rule = report["decode_defaults"]["commit_rule"]
-        by_hand = f"; on cuda step by step: commit_rule {rule!r} has no kernels there, only its forwards are native"
-        report["loop"] = "native on the cpu executor" + (by_hand if rule not in LOOP_RULES else "")
     return report
 
 

@@ -29,7 +29,7 @@ from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, 
 from dlmrt.models.config import ModelConfig
 from dlmrt.program.denoiser import ProgramDenoiser, diffusion_of
 from dlmrt.program.forwards import Formats
-from dlmrt.program.loop import RECORD_KINDS, RULE_SCALARS, LoopOptions, record_loop
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Float32
 
 FORMATS = {
@@ -52,7 +52,6 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
     """
 
     name = "cpu"
-    loop_rules = tuple(RULE_SCALARS)
 
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None,

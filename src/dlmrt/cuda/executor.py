@@ -21,7 +21,6 @@ import numpy.typing as npt
 import torch
 
 from dlmrt.checkpoint.load import Checkpoint
-from dlmrt.cuda.lower import LOOP_RULES
 from dlmrt.cuda.programs import MIN_SLOTS, DeviceProgram, ProgramStore
 from dlmrt.cuda.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
@@ -55,7 +54,6 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
     """
 
     name = "cuda"
-    loop_rules = LOOP_RULES
 
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",

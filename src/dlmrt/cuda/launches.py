@@ -30,8 +30,8 @@ Place = Tensor | Packed
 
 FLAGS = {  # operations that compute the flag of a While or If, and its name
     "start_request": "more_prefill", "finish_chunk": "more_prefill", "start_block": "more_steps",
-    "check_first": "is_first_open", "all_finite": "is_finite", "settle": "is_continued", "finish_step": "more_steps",
-    "close_block": "needs_commit", "bound_launch": "goes_on",
+    "check_first": "is_first_open", "all_finite": "is_finite", "propose_edits": "needs_other",
+    "settle": "is_continued", "finish_step": "more_steps", "close_block": "needs_commit", "bound_launch": "goes_on",
 }  # fmt: skip
 
 
@@ -423,7 +423,8 @@ def _loop_operation(b: Bound) -> Launch:
         chunk = int(b.number("chunk"))
         constants |= {"CHUNK": chunk, "CP": tiles.power_of_two(chunk)}
     for name, attribute in (("ALIGN", "align"), ("BLOCK", "block"), ("MASK", "mask_token_id"), ("VALUE", "value"),
-                            ("NUM_STEPS", "num_steps"), ("IS_STICKY", "is_sticky"),
+                            ("NUM_STEPS", "num_steps"), ("VOCAB", "vocab_size"), ("DELETE", "delete_token_id"),
+                            ("SPLIT", "split_token_id"), ("IS_STICKY", "is_sticky"),
                             ("HAS_RANGE", "is_schedule")):  # fmt: skip
         if attribute in attributes:
             constants[name] = attributes[attribute]

@@ -18,19 +18,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dlmrt.cuda.tiles import PACKED_TILE_K, TILE_SOFT, TILE_V, chunk_length, num_splits, power_of_two, tile_k
-from dlmrt.errors import UnsupportedModelError
 from dlmrt.models.config import ModelConfig, RopeConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
 from dlmrt.program.record import describe_rope
-from dlmrt.program.signatures import LOOP_OPS, signature
+from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
 
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
-_WITHOUT_KERNEL = ("propose_edits", "apply_edits")
-LOOP_RULES = ("threshold", "joint_threshold", "entropy_bound", "steps", "sub_blocks")  # whose operations have kernels
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
 
@@ -196,7 +193,7 @@ class _Lowering:
         operand, weight, _ = self._heads.pop(node.inputs["logits"])
         y, cap = node.outputs["y"], node.attributes["cap"]
         assert isinstance(cap, float)
-        if any(use.op == "predict" for use, _ in self._uses[y]):
+        if any(use.op in HEAD_OPS for use, _ in self._uses[y]):
             self._heads[y] = operand, weight, cap
         else:
             self._forms[y] = _Forms(sum_of=(None, self._matmul(operand, weight, y.shape[0])), cap=cap)
@@ -347,7 +344,7 @@ class _Lowering:
 
     def _lower_predict(self, node: Kernel) -> None:
         i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
-        operand, weight, cap = self._heads.pop(logits)
+        operand, weight, cap = self._heads[logits]
         rows, vocab = logits.shape[0], maximum(logits.shape[1])
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
         is_sampled = not is_greedy and not is_filtered
@@ -361,7 +358,7 @@ class _Lowering:
             for name in names
         }
         written = dict(partials)
-        if is_filtered or len(self._uses[logits]) > 1:
+        if is_filtered or any(use.op == "probabilities" for use, _ in self._uses[logits]):
             written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
         inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
         self._emit("head_stats", rows, inputs | (draw if is_sampled else {}), written, cap=cap)
@@ -380,6 +377,20 @@ class _Lowering:
             )  # fmt: skip
         self._emit("all_finite", rows, {"is_finite_row": o["is_finite_row"]}, {"is_finite": o["is_finite"]})
 
+    def _lower_best_other(self, node: Kernel) -> None:
+        """The statistics once more with other ids banned, of which the argmax is all that counts."""
+        i, logits = node.inputs, node.inputs["logits"]
+        operand, weight, cap = self._heads[logits]
+        rows, tiles = logits.shape[0], -(-maximum(logits.shape[1]) // TILE_V)
+        types = {"tile_max": "float32", "tile_sum": "float32", "tile_weighted": "float32", "tile_argmax": "int32"}
+        partials = {name: self._scratch(dtype, (tiles, rows)) for name, dtype in types.items()}
+        inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
+        self._emit("head_stats", rows, inputs, partials, cap=cap)
+        names = ("argmax_confidence", "confidence", "entropy", "log_sum_exp", "max_logit")
+        merged = {name: self._scratch("float32", (rows,)) for name in names}
+        merged |= {"token": self._scratch("int32", (rows,)), "is_finite_row": self._scratch("bool", (rows,))}
+        self._emit("head_merge", rows, partials, merged | {"argmax": node.outputs["argmax"]})
+
     def _lower_probabilities(self, node: Kernel) -> None:
         """Not computed: the soft embedding takes them from the logits."""
         self._logits[node.outputs["probs"]] = self._logits[node.inputs["logits"]]
@@ -394,10 +405,7 @@ class _Lowering:
             self._nodes.append(Kernel(op=op, inputs=inputs, outputs=node.outputs, attributes={"kind": kind}))
 
     def _lower_other(self, node: Kernel) -> None:
-        if node.op not in LOOP_OPS or node.op in _WITHOUT_KERNEL:
-            raise UnsupportedModelError(
-                f"the cuda executor has no kernel of {node.op!r}; its loops run commit rules {', '.join(LOOP_RULES)}"
-            )
+        assert node.op in LOOP_OPS, f"no lowering of {node.op}"
         attributes: dict[str, Value] = dict(node.attributes)
         operands, buffers = (*signature(node.op)[0], *signature(node.op)[1]), dict(node.inputs) | dict(node.outputs)
         for operand in operands:

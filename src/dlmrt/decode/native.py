@@ -15,7 +15,7 @@ Source: ours.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Protocol, cast, runtime_checkable
 
@@ -64,7 +64,6 @@ class LoopExecutor(Protocol):
 
     vocab_size: int
     has_residual: bool
-    loop_rules: Collection[str]  # commit rules that its programs can run
 
     def start_loop(
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
@@ -78,7 +77,6 @@ def is_native(denoiser: Denoiser, request: LoopRequest) -> bool:
     settings = request.settings
     return (
         isinstance(denoiser, LoopExecutor)
-        and settings.commit_rule in denoiser.loop_rules
         and (settings.edit_ids is None or settings.max_denoising_steps <= MAX_HISTORY)
         and not request.with_probs
     )

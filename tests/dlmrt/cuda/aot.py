@@ -61,6 +61,14 @@ CASES = {  # options of the loop by name of the program; each adds kernels or co
     "qwen3 drawn": (QWEN3, {"commit_rule": "joint_threshold", "is_greedy": False}),
     "qwen3 steps": (QWEN3, {"commit_rule": "steps"}),
     "qwen3 uniform": (UNIFORM, {"commit_rule": "entropy_bound", "is_greedy": False, "is_filtered": True}),
+    "qwen3 given": (UNIFORM, {"commit_rule": "entropy_bound", "num_given": (4, 48)}),
+    "qwen3 sub_blocks": (
+        replace(QWEN3_4B, diffusion=replace(QWEN3_4B.diffusion, logit_shift=1)), {"commit_rule": "sub_blocks"}
+    ),
+    "llada2 edits": (
+        replace(LLADA2, diffusion=replace(LLADA2.diffusion, delete_token_id=156_930, split_token_id=156_931)),
+        {"commit_rule": "joint_threshold_indel", "num_remembered": 64},
+    ),
     "llada2": (LLADA2, {"commit_rule": "threshold"}),
     "llada2 by block": (
         replace(LLADA2, moe=replace(LLADA2.moe, expert_capacity=64)), {"commit_rule": "threshold"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,10 +13,18 @@ import triton.language as tl
 
 from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.memory import Ring
-from dlmrt.decode.rules import BlockState, entropy_bound_step, quota_step, threshold_step
-from dlmrt.decode.sampling import filter_mask
+from dlmrt.decode.indel import EditIds
+from dlmrt.decode.rules import (
+    BlockState,
+    entropy_bound_step,
+    indel_step,
+    quota_step,
+    start_block,
+    threshold_step,
+)
+from dlmrt.decode.sampling import filter_mask, predict
 from dlmrt.ops import eager, formats, numerics
-from dlmrt.types import Prediction
+from dlmrt.types import Prediction, Sampling
 
 F32 = tl.float32
 
@@ -378,8 +387,8 @@ def draw_block(seed, *, num_pinned=1):
     return state, prediction
 
 
-def commit(name, state, prediction, constants=(), **numbers):
-    """State arrays and scalars behind one commit kernel, by name."""
+def commit(name, state, prediction, constants=(), more=None, **numbers):
+    """State arrays and scalars behind one commit kernel, by name; `more` are those that it keeps between steps."""
     kernel = getattr(loop, name)
     tensors = {
         "argmax": prediction.argmax_L, "argmax_confidence": prediction.argmax_confidence_L, "token": prediction.token_L,
@@ -393,7 +402,7 @@ def commit(name, state, prediction, constants=(), **numbers):
     }
     for key in ("step", "num_full_steps", "num_repeats", "num_edits", "is_done"):
         tensors[key] = scalar(int(getattr(state, key)))
-    tensors |= {key: scalar(value, dtype) for key, (value, dtype) in numbers.items()}
+    tensors |= {key: scalar(value, dtype) for key, (value, dtype) in numbers.items()} | (more or {})
     kernel[(1,)](**{key: tensors[key] for key in kernel.arg_names if key in tensors}, L=6, LP=8, **dict(constants))
     return tensors
 
@@ -441,6 +450,63 @@ def test_rule_entropy_bound(seed):
     after = entropy_bound_step(settings, state, prediction)
     assert_state(tensors, after)
     assert int(tensors["num_repeats"]) == after.num_repeats
+
+
+MASK, DELETE, SPLIT, NUM_IDS = 33, 7, 35, 40  # of a vocabulary of two words
+
+
+def banned_words(ids):
+    words = np.zeros(2, dtype=np.uint32)
+    np.bitwise_or.at(words, np.array(ids) // 32, np.uint32(1) << (np.array(ids) % 32).astype(np.uint32))
+    return torch.from_numpy(words.view(np.int32))
+
+
+def is_banned(words, token):
+    return bool(int(words[token // 32]) >> (token % 32) & 1)
+
+
+@pytest.mark.parametrize(("seed", "budget", "num_words"), [(0, 0, 30), (1, 3, 30), (2, 12, 3), (3, 30, 2), (4, 30, 1)])
+def test_rule_with_deletions_and_splits(seed, budget, num_words):
+    """Whole blocks of random predictions: what the two kernels leave is what the readable rule leaves, step by step."""
+    rng, length = np.random.default_rng(seed), 6
+    allowed = rng.choice([token for token in range(NUM_IDS) if token not in (MASK, DELETE, SPLIT)], num_words, False)
+    banned = np.setdiff1d(np.arange(NUM_IDS), [*allowed, DELETE, SPLIT]).astype(np.int32)
+    settings = Settings(
+        max_denoising_steps=20, threshold=0.4, edit_threshold=0.1, max_post_edit_steps=budget,
+        edit_ids=EditIds(mask=MASK, delete=DELETE, split=SPLIT),
+    )  # fmt: skip
+    ids = {"VOCAB": NUM_IDS, "MASK": MASK, "DELETE": DELETE, "SPLIT": SPLIT}
+    num_looked = 0
+    for num_pinned in (0, 2):
+        canvas_L = np.full(length, MASK, np.int32)
+        canvas_L[:num_pinned] = allowed[0]
+        state = start_block(canvas_L, num_pinned)
+        kept = {
+            "seen": torch.full((64, length), 99, dtype=torch.int32), "tried": torch.full((length, 2), -1).int(),
+            "is_original": torch.ones(length, dtype=torch.uint8), "banned": banned_words(banned),
+            "other_banned": torch.zeros(2, dtype=torch.int32), "other": torch.zeros(length, dtype=torch.int32),
+            "wanted": torch.zeros(length, dtype=torch.int32), "is_other": torch.ones(length, dtype=torch.uint8),
+            "needs_other": scalar(1), "threshold": scalar(0.4, torch.float32), "max_steps": scalar(20),
+            "edit_threshold": scalar(0.1, torch.float32), "max_post_edit_steps": scalar(budget),
+        }  # fmt: skip
+        while not state.is_done:
+            logits = rng.normal(0, 2, (length, NUM_IDS)).astype(np.float32)
+            logits[:, [DELETE, SPLIT]] += 1
+            sampling = Sampling(temperature=1.0, is_greedy=True, seed=0)
+            prediction = predict(logits, sampling, banned, block=0, step=state.step, with_probs=True)
+            tensors = commit("propose_edits", state, prediction, ids.items(), more=kept)
+            if int(tensors["needs_other"]):
+                num_looked += 1
+                others = [token for token in range(NUM_IDS) if not is_banned(tensors["other_banned"], token)]
+                best = [max(others, key=lambda token, row=row: row[token]) for row in logits]
+                kept["other"].copy_(torch.tensor(best, dtype=torch.int32))
+            tensors = commit("apply_edits", state, prediction, ids.items(), more=kept | tensors)
+            state = indel_step(settings, state, prediction)
+            assert_state(tensors, state)
+            assert int(tensors["num_full_steps"]) == state.num_full_steps
+            np.testing.assert_array_equal(kept["is_original"].numpy() != 0, state.history.is_original_L)
+            state = replace(state, canvas_L=np.where(state.is_open_L, MASK, state.canvas_L))
+    assert num_looked or num_words == 1
 
 
 @pytest.mark.parametrize(

@@ -40,23 +40,24 @@ from dlmrt.errors import NonFiniteError
 pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
 
 PROMPT = np.arange(3, 9)
+FROM_0 = {"block_anchor": "position_zero", "context_attention": "block_causal"}
+EDITS = {"mask_token_id": 256, "delete_token_id": 100, "split_token_id": 101}
 QWEN3 = {
     "qwen3": small_config(),
     "qwen3, residual": small_config(residual=ADAPTER),
-    "qwen3, whole blocks from 0": small_config(block_anchor="position_zero", context_attention="block_causal"),
-    "qwen3, whole blocks from 0, shifted": small_config(
-        block_anchor="position_zero", context_attention="block_causal", logit_shift=1
-    ),
+    "qwen3, whole blocks from 0": small_config(**FROM_0),
+    "qwen3, whole blocks from 0, shifted": small_config(**FROM_0, logit_shift=1),
     "qwen3, uniform noise, shifted": small_config(**UNIFORM_SHIFTED),
     "qwen3, causal canvas": small_config(in_block_attention="causal"),
 }
-CONFIGS = QWEN3 | FAMILIES
+CONFIGS = QWEN3 | FAMILIES | {"qwen3, edits": small_config(**FROM_0, **EDITS)}
 RULES = {
     "threshold": {"threshold": 0.3},
     "joint_threshold": {"threshold": 0.2, "edit_threshold": 0.1, "max_post_edit_steps": 2},
     "entropy_bound": {"entropy_bound": 1.0},
     "steps": {},
     "sub_blocks": {"threshold": 0.1, "sub_block_length": 2},
+    "joint_threshold_indel": {"threshold": 0.1, "edit_threshold": 0.0, "max_post_edit_steps": 5},
 }
 GREEDY = {"temperature": 0}
 DRAWN = {"temperature": 0.9, "seed": 11}
@@ -66,6 +67,7 @@ SAMPLE = [
     ("qwen3, residual", "threshold", GREEDY, 6, 4),
     ("qwen3, whole blocks from 0", "joint_threshold", DRAWN, 6, 4),
     ("qwen3, whole blocks from 0, shifted", "sub_blocks", DRAWN, 6, 4),
+    ("qwen3, edits", "joint_threshold_indel", DRAWN, 6, 12),
     ("qwen3, uniform noise, shifted", "entropy_bound", FILTERED, 4, 2),
     ("qwen3, causal canvas", "steps", GREEDY, 6, 4),
     ("llada2, groups of experts", "joint_threshold", GREEDY, 4, 2),
@@ -74,6 +76,7 @@ SAMPLE = [
 MATRIX = [
     (config, rule, DRAWN if (i + j) % 2 else GREEDY, 5, 2)
     for i, config in enumerate(CONFIGS) for j, rule in enumerate(RULES)
+    if rule != "joint_threshold_indel" or CONFIGS[config].diffusion.delete_token_id is not None
 ] + SAMPLE  # fmt: skip
 SCENARIOS = MATRIX if os.environ.get("DLMRT_TEST_CUDA_MATRIX") == "all" else SAMPLE
 

@@ -256,7 +256,8 @@ std::unique_ptr<Op> commit_sub_blocks(const Fields& f) {
                run_length = f.scalar("sub_block_length", 1, INT32_MAX)] {
     const bool is_last = b.is_last(), is_first = *b.step == 0;
     // Slots behind the run of the first open one wait for their turn.
-    const int64_t first = std::find_if(b.is_open, b.is_open + b.length, [](uint8_t open) { return open != 0; }) - b.is_open;
+    const int64_t first =
+        std::find_if(b.is_open, b.is_open + b.length, [](uint8_t open) { return open != 0; }) - b.is_open;
     const int64_t end = is_last ? b.length : std::min<int64_t>(b.length, (first / *run_length + 1) * *run_length);
     int64_t passed = 0;
     for (int64_t i = 0; i < b.length; i++) {

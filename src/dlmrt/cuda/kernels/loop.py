@@ -21,6 +21,7 @@ from dlmrt.cuda.kernels.head import is_set
 NONE = tl.constexpr(2147483647)
 GOES_ON, EOS, STOP_TOKEN, MAX_TOKENS, CANCELLED, NON_FINITE = (tl.constexpr(i) for i in range(6))  # END_REASONS
 PAIRS = tl.constexpr(32)  # slots compared with all others at once
+WIDE = tl.constexpr(1024)  # words of sets of ids in one turn
 
 
 @triton.jit
@@ -314,6 +315,136 @@ def commit_sub_blocks(
     tl.store(num_edits, num_open * 0)
     tl.store(step, taken + 1)
     tl.store(is_done, (num_open == 0).to(tl.int32))
+
+
+@triton.jit
+def bit_of(ids):
+    """The bit of each id in its word of a set of ids."""
+    return (tl.zeros_like(ids) + 1) << (ids % 32)
+
+
+@triton.jit(do_not_specialize=["handle"])
+def propose_edits(
+    argmax, argmax_confidence, token, confidence, was_open, is_free, banned, threshold, edit_threshold,
+    max_post_edit_steps, max_steps, canvas, step, num_full_steps, is_original, seen, tried, wanted, committed, is_other,
+    other_banned, needs_other, num_edits, is_done, L: tl.constexpr, LP: tl.constexpr, VOCAB: tl.constexpr,
+    MASK: tl.constexpr, DELETE: tl.constexpr, SPLIT: tl.constexpr, handle: tl.int64 = 0, SETS: tl.constexpr = False,
+):  # fmt: skip
+    """Step 6, rule `joint_threshold_indel`, first part: what each slot wants, and which want another id than that."""
+    WORDS: tl.constexpr = (VOCAB + 31) // 32
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    tile = tl.arange(0, WIDE)
+    taken = tl.load(step)
+    is_first = taken == 0
+    for begin in range(0, L * WORDS * is_first.to(tl.int32), WIDE):
+        tl.store(tried + begin + tile, tl.zeros_like(tile), mask=begin + tile < L * WORDS)
+    opened = tl.load(was_open + i, mask=is_slot, other=0) != 0
+    original = tl.load(is_original + i, mask=is_slot, other=0) != 0
+    original = (is_first & opened) | ((is_first == 0) & original)
+    tl.store(is_original + i, original.to(tl.uint8), mask=is_slot)
+    sure = tl.load(confidence + i, mask=is_slot, other=0.0)
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    num_open = tl.sum(opened.to(tl.int32), 0)
+    num_original = tl.sum((opened & original).to(tl.int32), 0)
+    full_steps = tl.load(num_full_steps) + (num_original == 0).to(tl.int32)
+    budget = tl.load(max_post_edit_steps)
+    is_final = (full_steps >= tl.maximum(budget, 1)) | (taken + 1 >= tl.load(max_steps))
+    # At least one original mask is among the chosen ones: only so many others are open.
+    selects = (num_original > 0) & (is_final == 0)
+    needed = 1 + num_open - num_original
+    passed = opened & (sure > tl.load(threshold))
+    is_enough = tl.sum(passed.to(tl.int32), 0) >= needed
+    forced = best(sure, opened, i, confidence, was_open, needed, L, L, LP)
+    picked = (is_enough & passed) | ((is_enough == 0) & forced)
+    chosen = (selects & picked) | ((selects == 0) & opened)
+    num_left = tl.sum((opened & original & (chosen == 0)).to(tl.int32), 0)
+    ends = selects & (budget == 0) & (num_left == 0)
+    is_final = is_final | ends
+    chosen = chosen | (ends & opened)
+    top = tl.load(argmax + i, mask=is_slot, other=0)
+    top_sure = tl.load(argmax_confidence + i, mask=is_slot, other=0.0)
+    is_editable = (opened == 0) & (tl.load(is_free + i, mask=is_slot, other=0) != 0)
+    edited = is_editable & (top != held) & (top_sure > tl.load(edit_threshold))
+    wants = tl.where(chosen, tl.load(token + i, mask=is_slot, other=0), tl.where(edited, top, held))
+    written = chosen | edited
+    tl.store(wanted + i, wants, mask=is_slot)
+    tl.store(committed + i, written.to(tl.uint8), mask=is_slot)
+    tl.store(num_edits, tl.sum(edited.to(tl.int32), 0))
+    tl.store(num_full_steps, full_steps)
+    tl.store(is_done, (is_final | (tl.sum(written.to(tl.int32), 0) == 0)).to(tl.int32))
+    # The last step writes no id of the three; before it, the least certain slot leaves a canvas that was seen.
+    is_special = (wants == MASK) | (wants == DELETE) | (wants == SPLIT)
+    was_seen = taken * 0
+    for earlier in range(0, taken):
+        row = tl.load(seen + earlier * L + i, mask=is_slot, other=0)
+        was_seen = was_seen | (tl.sum(((row != held) & is_slot).to(tl.int32), 0) == 0).to(tl.int32)
+    tl.store(seen + taken * L + i, held, mask=is_slot)
+    changing = written & (wants != held)
+    score = tl.where(changing, tl.where(opened, sure, top_sure), float("inf"))
+    slot = tl.min(tl.where(changing & (score == tl.min(score, 0)), i, NONE), 0)
+    leaves = (is_final == 0) & (was_seen != 0) & (slot < L)
+    other = (is_final & written & is_special) | (leaves & (i == slot))
+    is_needed = tl.sum(other.to(tl.int32), 0) > 0
+    row_words = tried + tl.where(leaves, slot, 0) * WORDS
+    num_free = taken * 0
+    for begin in range(0, WORDS * is_needed.to(tl.int32), WIDE):
+        at = begin + tile
+        is_word = at < WORDS
+        bits = tl.load(banned + at, mask=is_word, other=0)
+        bits = bits | tl.where(leaves, tl.load(row_words + at, mask=is_word, other=0), 0)
+        zero = tl.zeros_like(at)
+        bits = bits | tl.where(is_final & (at == MASK // 32), bit_of(zero + MASK), 0)
+        bits = bits | tl.where(is_final & (at == DELETE // 32), bit_of(zero + DELETE), 0)
+        bits = bits | tl.where(is_final & (at == SPLIT // 32), bit_of(zero + SPLIT), 0)
+        tl.store(other_banned + at, bits, mask=is_word)
+        known = tl.where(at == VOCAB // 32, bit_of(zero + VOCAB) - 1, -1)  # ids of the last word that exist
+        num_free += tl.sum((is_word & ((bits ^ -1) & known != 0)).to(tl.int32), 0)
+    is_needed = is_needed & (num_free > 0)
+    tl.store(is_other + i, (other & is_needed).to(tl.uint8), mask=is_slot)
+    hand_over(needs_other, is_needed.to(tl.int32), handle, SETS)
+
+
+@triton.jit
+def apply_edits(
+    wanted, other, committed, is_other, is_free, canvas, is_original, tried, step, answer, is_open, changed,
+    L: tl.constexpr, LP: tl.constexpr, VOCAB: tl.constexpr, MASK: tl.constexpr, DELETE: tl.constexpr,
+    SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Step 6, rule `joint_threshold_indel`, second part: each slot goes where those before it leave it."""
+    WORDS: tl.constexpr = (VOCAB + 31) // 32
+    i = tl.arange(0, LP)
+    is_slot = i < L
+    held = tl.load(canvas + i, mask=is_slot, other=0)
+    original = tl.load(is_original + i, mask=is_slot, other=0)
+    free = tl.load(is_free + i, mask=is_slot, other=0) != 0
+    takes_other = tl.load(is_other + i, mask=is_slot, other=0) != 0
+    ids = tl.load(wanted + i, mask=is_slot, other=0)
+    ids = tl.where(takes_other, tl.load(other + i, mask=is_slot, other=0), ids)
+    written = tl.load(committed + i, mask=is_slot, other=0) != 0
+    words = tried + i * WORDS + ids // 32
+    tl.store(words, tl.load(words, mask=written, other=0) | bit_of(ids), mask=written)
+    splits = free & (ids == SPLIT)
+    stays = is_slot & ((free & (ids == DELETE)) == 0)
+    count = stays.to(tl.int32) + splits.to(tl.int32)
+    begin = tl.cumsum(count, 0) - count
+    place = begin + splits.to(tl.int32)
+    kept = tl.where(free & (splits == 0), ids, held)
+    is_rest = is_slot & (i >= tl.sum(count, 0))
+    zero = tl.zeros_like(i)
+    tl.debug_barrier()  # everything is read before anything moves
+    tl.store(canvas + begin, zero + MASK, mask=splits & (begin < L))
+    tl.store(is_original + begin, zero.to(tl.uint8), mask=splits & (begin < L))
+    tl.store(canvas + place, kept, mask=stays & (place < L))
+    tl.store(is_original + place, original, mask=stays & (place < L))
+    tl.store(canvas + i, zero + MASK, mask=is_rest)
+    tl.store(is_original + i, zero.to(tl.uint8), mask=is_rest)
+    tl.debug_barrier()
+    now = tl.load(canvas + i, mask=is_slot, other=0)
+    tl.store(answer + i, now, mask=is_slot)
+    tl.store(changed + i, (now != held).to(tl.uint8), mask=is_slot)
+    tl.store(is_open + i, (free & (now == MASK)).to(tl.uint8), mask=is_slot)
+    tl.store(step, tl.load(step) + 1)
 
 
 @triton.jit
