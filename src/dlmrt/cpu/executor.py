@@ -27,6 +27,7 @@ from dlmrt.cpu.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.families import family_of
 from dlmrt.program.denoiser import ProgramDenoiser, diffusion_of
 from dlmrt.program.forwards import Formats
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
@@ -147,8 +148,9 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     """Load the weights of `checkpoint`.
 
     Args:
-        dtype: "auto": as the file holds them, float16 as bfloat16; else a name of `FORMATS`, into which every matrix is
-            brought.
+        dtype: "auto": as the file holds them, float16 as bfloat16; where it holds layers in NVFP4 or INT8, whose inputs
+            are rounded to int8 in any case, the head is brought to int8 as well, and with it a tied embedding that no
+            residual pathway reads. Else a name of `FORMATS`, into which every matrix is brought.
 
     Raises:
         DeviceError: the model does not fit the memory, or DLMRT_CPU_ISA names an instruction set that cannot run here.
@@ -165,8 +167,17 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
     return CpuDenoiser(
         FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
-        isa=Environment.read().cpu_isa, formats=replace(FORMATS[dtype], named=kept),
+        isa=Environment.read().cpu_isa, formats=_with_kept(FORMATS[dtype], kept, checkpoint.config),
     )  # fmt: skip
+
+
+def _with_kept(formats: Formats, kept: Mapping[str, str], config: ModelConfig) -> Formats:
+    """`formats` with matrices that stay in codes, and the head like them in int8."""
+    if not kept:
+        return formats
+    family = family_of(config)
+    is_shared = config.tie_word_embeddings and not family.has_residual(config)
+    return replace(formats, table="int8" if is_shared else formats.table, named={family.HEAD: "int8", **kept})
 
 
 def _fill(program: NativeProgram, **inputs: npt.NDArray[np.generic]) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from dlmrt.cpu import _native
 from dlmrt.cpu.experts import Experts
-from dlmrt.cpu.parts import ATTENTION_CHUNK, DTYPES, OPERANDS, Cells, operand_bytes, rounded
+from dlmrt.cpu.parts import ATTENTION_CHUNK, DTYPES, OPERANDS, PANEL, Cells, operand_bytes, rounded
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
@@ -42,6 +42,21 @@ class _Head:
     cap: float = 0.0  # 0: none
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Operands and constants of a node that is to be joined with the next one."""
+
+    inputs: Mapping[str, Buffer]
+    outputs: Mapping[str, Buffer]
+    attributes: Mapping[str, Value]
+
+    def joined(self, other: _Part) -> _Part:
+        return _Part(
+            inputs={**self.inputs, **other.inputs}, outputs={**self.outputs, **other.outputs},
+            attributes={**self.attributes, **other.attributes},
+        )  # fmt: skip
+
+
 def lower(program: Program, config: ModelConfig) -> Lowered:
     """Lower `program`, which was recorded for `config`."""
     lowering = _Lowering(program, config)
@@ -56,6 +71,7 @@ class _Lowering(Experts):
         self._is_table_packed = config.tie_word_embeddings and not family_of(config).has_residual(config)
         self._heads: dict[Buffer, _Head] = {}
         self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> node qkv and rows of q, k and v heads
+        self._fused: dict[Buffer, _Part] = {}  # q -> what waits for its attention
         self._logits: dict[Buffer, Buffer] = {}
 
     def body(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -159,7 +175,14 @@ class _Lowering(Experts):
         i, rows = node.inputs, node.outputs["q"].shape[0]
         weight = self._pack(*(i[name] for name in ("weight", "wq", "wk", "wv") if name in i))
         out = self._scratch("float32", (rows, weight.shape[0]))
-        self._linear(self._cells_of(i["x"], OPERANDS[weight.dtype]), weight, rows, out, 0)
+        cells, q = self._cells_of(i["x"], OPERANDS[weight.dtype]), node.outputs["q"]
+        if node.op != "qkv_biased" and q in self._uses and maximum(weight.shape[0]) % PANEL == 0:
+            self._fused[q] = _Part(
+                inputs={"weight": weight} | cells.operands(), outputs={"qkv": out},
+                attributes={"operand": DTYPES[cells.dtype]},
+            )  # fmt: skip
+        else:
+            self._linear(cells, weight, rows, out, 0)
         self._projections[node.outputs["k"]] = node, out
 
     _lower_qkv_packed = _lower_qkv
@@ -188,13 +211,16 @@ class _Lowering(Experts):
             options["is_v_normed"] = 1
         if "wq" in qkv.inputs and "wv" not in qkv.inputs:
             options["is_v_from_k"] = 1
-        self._emit(
-            "qk_norm_rope_store", rows,
-            {"qkv": projected} | norms | {"cos": rope.cos, "sin": rope.sin, "positions": node.inputs["positions"],
-             "cache": cache},
-            {"q": cells, "cache": cache}, eps=qkv.attributes.get("eps", 0.0), rotary_dim=rope.rotary_dim,
-            **self._cache_attributes(cache, q), **options,
-        )  # fmt: skip
+        inputs = norms | {
+            "cos": rope.cos, "sin": rope.sin, "positions": node.inputs["positions"], "cache": cache,
+        }  # fmt: skip
+        outputs = {"q": cells, "cache": cache}
+        options |= {"eps": qkv.attributes.get("eps", 0.0), "rotary_dim": rope.rotary_dim}
+        if q in self._fused:
+            self._fused[q] = self._fused[q].joined(_Part(inputs=inputs, outputs=outputs, attributes=options))
+            return
+        constants = options | self._cache_attributes(cache, q)
+        self._emit("qk_norm_rope_store", rows, {"qkv": projected} | inputs, outputs, **constants)
 
     def _lower_window_start(self, node: Kernel) -> None:
         first = self._plain_of(node.outputs["first"])
@@ -202,13 +228,17 @@ class _Lowering(Experts):
 
     def _lower_attention(self, node: Kernel) -> None:
         cache, y, q = self._pages(node.inputs["cache"]), node.outputs["y"], node.inputs["q"]
-        operands = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+        operands = {"visible": node.inputs["visible"]}
         if "first" in node.inputs:
             operands["first"] = self._plain_of(node.inputs["first"])
-        self._emit(
-            "attention", y.shape[0], dict(node.inputs) | operands,
-            {"y": self._new_rows(y)}, chunk=ATTENTION_CHUNK, **self._cache_attributes(cache, q),
-        )  # fmt: skip
+        constants: dict[str, Value] = {"chunk": ATTENTION_CHUNK} | self._cache_attributes(cache, q)
+        part = _Part(inputs=operands, outputs={"y": self._new_rows(y)}, attributes=constants)
+        if q in self._fused:
+            op, part = "qkv_attention", self._fused[q].joined(part)
+        else:
+            stored = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+            op, part = "attention", _Part(inputs=stored, outputs={}, attributes={}).joined(part)
+        self._emit(op, y.shape[0], part.inputs, part.outputs, **part.attributes)
 
     def _lower_hidden_store(self, node: Kernel) -> None:
         hidden, cache = self._forms.rows[node.inputs["hidden"]], node.inputs["cache"]

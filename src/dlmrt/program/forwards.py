@@ -51,9 +51,10 @@ class ModelParts:
             for name, shape in self.family.tensor_shapes(config).items()
         }
         self._head_params = self.params
-        if config.tie_word_embeddings and formats.matrix != formats.table:
+        head_format = formats.named.get(self.family.HEAD, formats.matrix)
+        if config.tie_word_embeddings and head_format != formats.table:
             # One tensor in two formats: a table for lookups, a matrix for the head.
-            head = recorder.weight(self.family.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
+            head = recorder.weight(self.family.HEAD, head_format, (config.vocab_size, config.hidden_size))
             self._head_params = self.params | {self.family.EMBEDDING: head}
         layers = [config.attention(layer_idx) for layer_idx in range(config.num_layers)]
         self._windows = tuple(layer.window for layer in layers)

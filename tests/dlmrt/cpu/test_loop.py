@@ -42,6 +42,7 @@ SAMPLINGS = {
 }
 MODELS = {
     "mask": {},
+    "mask_panels": {"head_dim": 16, "num_heads": 6, "num_kv_heads": 3},  # heads of whole panels, for three threads
     "mask_shift": {"diffusion": {"logit_shift": 1}},
     "mask_grid_blocks": {"diffusion": {"context_attention": "block_causal", "block_anchor": "position_zero"}},
     "mask_prompt_blocks_biased": {
@@ -169,10 +170,11 @@ def test_rows_that_are_known_are_left_out_without_a_trace(name, dtype, monkeypat
 
 
 @pytest.mark.parametrize("threads", [2, 3])
-def test_thread_counts_give_the_same_bytes(threads, rng):
-    config = tiny_config(residual=with_adapter())
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_thread_counts_give_the_same_bytes(threads, dtype, rng):
+    config = tiny_config(residual=with_adapter(), **MODELS["mask_panels"])
     params = draw_params(config)
-    one, many = make_cpu(config, params, num_threads=1), make_cpu(config, params, num_threads=threads)
+    one, many = (make_cpu(config, params, dtype=dtype, num_threads=count) for count in (1, threads))
     for sampling in SAMPLINGS.values():
         request = request_for(config, rng.integers(0, 250, 21), max_tokens=30, **RULES["threshold"], **sampling)
         assert_bit_equal(fast(one, request), fast(many, request))

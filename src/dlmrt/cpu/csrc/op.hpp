@@ -154,8 +154,9 @@ class Fields {
   }
 
   // Rows [rows, width] as an operand of the matrix kernels.
-  Operand operand(int64_t rows, int64_t width, const char* cells = "cells", const char* scales = "scales") const {
-    const DType type = dtype("operand");
+  Operand operand(int64_t rows, int64_t width, const char* cells = "cells", const char* scales = "scales",
+                  const char* dtype_name = "operand") const {
+    const DType type = dtype(dtype_name);
     require(type != DType::kInt8 || width <= kMaxInt8Width, "int8 rows this wide would overflow their sums");
     return {type, 0, width, get<void>(cells, operand_bytes(type, rows, width)),
             type == DType::kInt8 ? get<float>(scales, rows) : nullptr};

@@ -13,7 +13,8 @@ class Embed : public Op {
  public:
   explicit Embed(const Fields& f)
       : rows_(f), args_{} {
-    args_.dtype = f.dtype("table_dtype", DType::kBF16);
+    args_.dtype = f.dtype("table_dtype");
+    f.require(args_.dtype != DType::kInt8 || !f.bytes("table"), "a table in rows has no int8 form");
     args_.width = f.size("width");
     args_.out = f.get<float>("x", product(rows_.max(), args_.width));
     args_.scale = f.has("scale") ? f.real("scale") : 0.f;
@@ -25,6 +26,7 @@ class Embed : public Op {
       f.require(w.dtype == args_.dtype && w.k == args_.width, "weight 'table' has another type or width");
       args_.table = w.panels;
       args_.panel_bytes = panel_bytes(w.dtype, w.group, w.k);
+      args_.row_scale = w.column_scale;
       vocab = w.n;
     }
     f.require(vocab > 0, "operand 'table' holds no row");
@@ -119,6 +121,49 @@ class GatedProduct : public Op {
   Count rows_;
   bool is_gelu_;
   SiluMulArgs args_;
+};
+
+// Gate and up projection and the gated product. A thread has the same columns of both, so that only its cells and one
+// number a row pass to the others.
+class GatedLinear : public Op {
+ public:
+  explicit GatedLinear(const Fields& f) : weight_(f.weight("weight")), rows_(f), is_gelu_(f.flag("is_gelu")) {
+    const Weight& w = weight_->view();
+    require_operand_of(f, w);
+    f.require(w.n % (2 * kPanel) == 0, "gate and up are not whole panels");
+    width_ = w.n / 2;
+    float* out = f.get<float>("gate_up", product(rows_.max(), w.n));
+    linear_ = {w, f.operand(rows_.max(), w.k), 0, out, w.n, 0};
+    gate_ = {out, out + width_, w.n, 0,
+             f.operand(rows_.max(), width_, "product_cells", "product_scales", "product_operand")};
+  }
+  void run(const Context& c) override {
+    const int64_t rows = linear_.rows = gate_.rows = rows_(), panels = width_ / kPanel;
+    for (int i = 0; i < c.pool.size(); i++) std::fill_n(top(c, i), rows, 0);
+    c.pool.split(panels, 1, [&](Range r, int worker) {
+      c.kernels.linear(linear_, r, c.worker_scratch(worker));
+      c.kernels.linear(linear_, {panels + r.begin, panels + r.end}, c.worker_scratch(worker));
+      c.kernels.gate_columns(gate_, is_gelu_, r, top(c, worker));
+    });
+    int32_t* const most = top(c, 0);
+    for (int i = 1; i < c.pool.size(); i++)
+      for (int64_t m = 0; m < rows; m++) most[m] = std::max(most[m], top(c, i)[m]);
+    c.pool.split(panels, 1, [&](Range r, int) { c.kernels.pack_columns(gate_, r, most); });
+  }
+  int64_t worker_bytes() const override { return top_offset() + rows_.max() * int64_t{sizeof(int32_t)}; }
+
+ private:
+  int64_t top_offset() const { return round_up(weight_scratch_bytes(linear_.weight), int64_t{kAlignment}); }
+  int32_t* top(const Context& c, int worker) const {  // of each row, over a worker's columns
+    return reinterpret_cast<int32_t*>(static_cast<uint8_t*>(c.worker_scratch(worker)) + top_offset());
+  }
+
+  std::shared_ptr<const PackedWeight> weight_;
+  Count rows_;
+  bool is_gelu_;
+  int64_t width_;
+  LinearArgs linear_;
+  SiluMulArgs gate_;
 };
 
 class Scale : public Op {
@@ -226,32 +271,61 @@ int64_t query_bytes(const KvCache& cache, int64_t rows, int32_t num_heads) {
                  cache.num_kv_heads);
 }
 
+QkvArgs qkv_args(const Fields& f, const Count& rows) {
+  QkvArgs args{};
+  args.cache = cache_of(f);
+  args.num_heads = num_heads_of(f, args.cache);
+  args.is_v_from_k = f.flag("is_v_from_k");
+  args.is_v_normed = f.flag("is_v_normed");
+  args.scale = f.has("scale") ? f.real("scale") : 0.f;
+  const int32_t kv = args.is_v_from_k ? 1 : 2;
+  args.ld = (args.num_heads + kv * args.cache.num_kv_heads) * int64_t{args.cache.head_dim};
+  args.qkv = f.get<float>("qkv", product(rows.max(), args.ld));
+  args.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim", 2, args.cache.head_dim));
+  f.require(args.rotary_dim % 2 == 0, "rotary_dim is odd");
+  args.q_norm = f.find<float>("q_norm", args.cache.head_dim);
+  args.k_norm = f.find<float>("k_norm", args.cache.head_dim);
+  args.eps = f.real("eps");
+  args.cos = f.get<float>("cos");
+  args.sin = f.get<float>("sin");
+  const int64_t turned = std::min(f.count<float>("cos"), f.count<float>("sin")) / (args.rotary_dim / 2);
+  args.positions =
+      f.get<int32_t>("positions", rows.max(), rows, 0, std::min(turned, positions_of(f, args.cache)) - 1);
+  args.q = f.get<void>("q", query_bytes(args.cache, rows.max(), args.num_heads));
+  return args;
+}
+
+AttentionArgs attention_args(const Fields& f, const Count& rows) {
+  AttentionArgs args{};
+  args.cache = cache_of(f);
+  args.num_heads = num_heads_of(f, args.cache);
+  args.q = f.get<void>("q", query_bytes(args.cache, rows.max(), args.num_heads));
+  args.chunk = static_cast<int32_t>(f.integer("chunk", 1, 1 << 20));
+  f.require(args.chunk % args.cache.page_size == 0, "chunks are whole pages");
+  const int64_t capacity = positions_of(f, args.cache);
+  args.visible = f.get<int32_t>("visible", rows.max(), rows, 0, capacity);
+  args.first = f.find<int32_t>("first", rows.max());
+  f.expect("first", args.first, rows, 0, capacity);
+  args.ld_out = args.num_heads * int64_t{args.cache.head_dim};
+  args.out = f.get<float>("y", product(rows.max(), args.ld_out));
+  return args;
+}
+
+void store_qkv(const Context& c, const QkvArgs& args) {
+  c.pool.split(args.rows, 1,
+               [&](Range r, int) { c.kernels.qk_norm_rope_store(args, r, {0, args.cache.num_kv_heads}); });
+}
+void attend(const Context& c, const AttentionArgs& args) {
+  c.pool.split(attention_units(args), 1,
+               [&](Range r, int worker) { c.kernels.attention(args, r, c.worker_scratch(worker)); });
+}
+
 class QkNormRopeStore : public Op {
  public:
-  explicit QkNormRopeStore(const Fields& f) : rows_(f), args_{} {
-    args_.cache = cache_of(f);
-    args_.num_heads = num_heads_of(f, args_.cache);
-    args_.is_v_from_k = f.flag("is_v_from_k");
-    args_.is_v_normed = f.flag("is_v_normed");
-    args_.scale = f.has("scale") ? f.real("scale") : 0.f;
-    const int32_t kv = args_.is_v_from_k ? 1 : 2;
-    args_.ld = (args_.num_heads + kv * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
-    args_.qkv = f.get<float>("qkv", product(rows_.max(), args_.ld));
-    args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim", 2, args_.cache.head_dim));
-    f.require(args_.rotary_dim % 2 == 0, "rotary_dim is odd");
-    args_.q_norm = f.find<float>("q_norm", args_.cache.head_dim);
-    args_.k_norm = f.find<float>("k_norm", args_.cache.head_dim);
-    args_.eps = f.real("eps");
-    args_.cos = f.get<float>("cos");
-    args_.sin = f.get<float>("sin");
-    const int64_t turned = std::min(f.count<float>("cos"), f.count<float>("sin")) / (args_.rotary_dim / 2);
-    args_.positions = f.get<int32_t>("positions", rows_.max(), rows_, 0,
-                                     std::min(turned, positions_of(f, args_.cache)) - 1);
-    args_.q = f.get<void>("q", query_bytes(args_.cache, rows_.max(), args_.num_heads));
-  }
+  explicit QkNormRopeStore(const Fields& f) : rows_(f), args_(qkv_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.qk_norm_rope_store(args_, r); });
+    store_qkv(c, args_);
   }
 
  private:
@@ -261,29 +335,68 @@ class QkNormRopeStore : public Op {
 
 class Attention : public Op {
  public:
-  explicit Attention(const Fields& f) : rows_(f), args_{} {
-    args_.cache = cache_of(f);
-    args_.num_heads = num_heads_of(f, args_.cache);
-    args_.q = f.get<void>("q", query_bytes(args_.cache, rows_.max(), args_.num_heads));
-    args_.chunk = static_cast<int32_t>(f.integer("chunk", 1, 1 << 20));
-    f.require(args_.chunk % args_.cache.page_size == 0, "chunks are whole pages");
-    const int64_t capacity = positions_of(f, args_.cache);
-    args_.visible = f.get<int32_t>("visible", rows_.max(), rows_, 0, capacity);
-    args_.first = f.find<int32_t>("first", rows_.max());
-    f.expect("first", args_.first, rows_, 0, capacity);
-    args_.ld_out = args_.num_heads * int64_t{args_.cache.head_dim};
-    args_.out = f.get<float>("y", product(rows_.max(), args_.ld_out));
-  }
+  explicit Attention(const Fields& f) : rows_(f), args_(attention_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(attention_units(args_), 1,
-                 [&](Range r, int worker) { c.kernels.attention(args_, r, c.worker_scratch(worker)); });
+    attend(c, args_);
   }
   int64_t worker_bytes() const override { return attention_scratch_bytes(args_); }
 
  private:
   Count rows_;
   AttentionArgs args_;
+};
+
+// Projection, norm and rotation of q and k, store and attention. Where the kv heads can be shared out evenly, a thread
+// does all of it for its own and waits for nobody; otherwise each part is divided in its own way.
+class QkvAttention : public Op {
+ public:
+  explicit QkvAttention(const Fields& f)
+      : weight_(f.weight("weight")), rows_(f), qkv_(qkv_args(f, rows_)), attention_(attention_args(f, rows_)) {
+    const Weight& w = weight_->view();
+    require_operand_of(f, w);
+    f.require(w.n == qkv_.ld && w.n % kPanel == 0, "the weight does not have the columns of the heads");
+    linear_ = {w, f.operand(rows_.max(), w.k), 0, f.get<float>("qkv", product(rows_.max(), w.n)), w.n, 0};
+  }
+  void run(const Context& c) override {
+    linear_.rows = qkv_.rows = attention_.rows = rows_();
+    const int64_t heads = qkv_.cache.num_kv_heads, threads = c.pool.size();
+    if (qkv_.cache.head_dim % kPanel || (heads % threads && heads < 4 * threads)) {
+      c.pool.split(num_panels(linear_.weight.n), 1,
+                   [&](Range r, int worker) { c.kernels.linear(linear_, r, c.worker_scratch(worker)); });
+      store_qkv(c, qkv_);
+      attend(c, attention_);
+      return;
+    }
+    const int64_t units = attention_units(attention_) / heads;
+    c.pool.split(heads, 1, [&](Range some, int worker) {
+      project(c, some, worker);
+      c.kernels.qk_norm_rope_store(qkv_, {0, qkv_.rows}, some);
+      c.kernels.attention(attention_, {some.begin * units, some.end * units}, c.worker_scratch(worker));
+    });
+  }
+  int64_t worker_bytes() const override {
+    return std::max(weight_scratch_bytes(linear_.weight), attention_scratch_bytes(attention_));
+  }
+
+ private:
+  // Columns of some kv heads and of the q heads that read them.
+  void project(const Context& c, Range heads, int worker) const {
+    const int64_t width = qkv_.cache.head_dim / kPanel, kv = qkv_.cache.num_kv_heads, group = qkv_.num_heads / kv;
+    const auto panels = [&](int64_t first, int64_t each) {
+      const Range r{(first + heads.begin * each) * width, (first + heads.end * each) * width};
+      c.kernels.linear(linear_, r, c.worker_scratch(worker));
+    };
+    panels(0, group);
+    panels(qkv_.num_heads, 1);
+    if (!qkv_.is_v_from_k) panels(qkv_.num_heads + kv, 1);
+  }
+
+  std::shared_ptr<const PackedWeight> weight_;
+  Count rows_;
+  QkvArgs qkv_;
+  AttentionArgs attention_;
+  LinearArgs linear_;
 };
 
 // First position that a row sees through a window: it counts itself, or with is_shared the whole canvas, as one.
@@ -386,6 +499,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "rms_norm") return std::make_unique<RmsNorm>(f);
   if (f.op == "quantize_rows") return std::make_unique<QuantizeRows>(f);
   if (f.op == "linear") return std::make_unique<Linear>(f);
+  if (f.op == "gated_linear") return std::make_unique<GatedLinear>(f);
   if (f.op == "silu_mul" || f.op == "gelu_mul") return std::make_unique<GatedProduct>(f);
   if (f.op == "add_bias") return std::make_unique<AddBias>(f);
   if (f.op == "scale") return std::make_unique<Scale>(f);
@@ -394,6 +508,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "scaled_add") return std::make_unique<ScaledAdd>(f);
   if (f.op == "qk_norm_rope_store") return std::make_unique<QkNormRopeStore>(f);
   if (f.op == "attention") return std::make_unique<Attention>(f);
+  if (f.op == "qkv_attention") return std::make_unique<QkvAttention>(f);
   if (f.op == "hidden_store") return std::make_unique<HiddenStore>(f);
   if (f.op == "shift") return std::make_unique<Shift>(f);
   if (f.op == "soft_embedding") return std::make_unique<SoftEmbedding>(f);

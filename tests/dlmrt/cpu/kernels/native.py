@@ -162,7 +162,7 @@ class HeadMergeArgs(C.Structure):
 
 
 class EmbedArgs(C.Structure):
-    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f panel_bytes:l")
+    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f panel_bytes:l row_scale:p")
 
 
 class ScaleArgs(C.Structure):
