@@ -86,6 +86,21 @@ class Pulse:
             DeviceError: one is lost, or does not begin to live within `patience_s`.
         """
         self.doing = f"waiting at {name!r}"
+        try:
+            found = self._brought(name, value, patience_s)
+            if self.rank == 0:  # whose end may be that of the store
+                self._brought(f"{name}, seen", "", patience_s)
+            else:
+                with self._lock:
+                    self.store.set(f"{name}, seen.{self.rank}", "")
+        except DeviceError:
+            raise
+        except RuntimeError as error:
+            self._lose_store(error)
+            raise DeviceError(self.report()) from error
+        return found
+
+    def _brought(self, name: str, value: str, patience_s: float) -> list[str]:
         with self._lock:
             self.store.set(f"{name}.{self.rank}", value)
         until = time.monotonic() + patience_s
@@ -111,8 +126,8 @@ class Pulse:
         while not self._end.wait(BEAT_S):
             try:
                 self._beat()
-            except RuntimeError as error:  # the store is gone, and whoever kept it
-                self._lost_store = str(error).splitlines()[0][:200] or type(error).__name__
+            except RuntimeError as error:
+                self._lose_store(error)
             lost = self._silent(self.limit_s) or self._failed()
             if (lost or self._lost_store) and self.on_loss is not None:
                 on_loss, self.on_loss = self.on_loss, None
@@ -136,6 +151,10 @@ class Pulse:
                 is_new = known is None or words["beats"] != known["beats"]
                 self._quiet[rank] = 0 if is_new else self._quiet[rank] + 1
                 self._others[rank] = words
+
+    def _lose_store(self, error: RuntimeError) -> None:
+        """The store is gone, and whoever kept it."""
+        self._lost_store = str(error).splitlines()[0][:200] or type(error).__name__
 
     def _leave(self, state: str, reason: str) -> None:
         if self._state != "lives":

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from pairs import assert_same, draw_params, make_eager, request_for, slow, with_adapter
 
 from dlmrt.cli import main
+from dlmrt.cli.session import followed
 from dlmrt.decode.loop import StepEvent, decode
 from dlmrt.errors import DeviceError
 from dlmrt.models.config import ModelConfig, MoeConfig, ResidualConfig, RopeConfig, SlidingConfig
@@ -22,6 +24,7 @@ from dlmrt.parallel.group import Group
 from dlmrt.parallel.layout import Layout
 from dlmrt.parallel.lead import LeadingDenoiser, obey
 from dlmrt.parallel.ranks import Ranks
+from dlmrt.serve.load import LoadConfig, load_engine, open_source
 from dlmrt.testing import tiny_config
 
 ODD = {"vocab_size": 101, "eos_token_ids": (97,), "pad_token_id": 98}
@@ -229,6 +232,18 @@ def cli(folder: str) -> None:
     """The command line, the same on every rank."""
     sys.argv = ["dlmrt", "generate", folder, "hello", "--max-tokens", "9", "--timings"]
     main()
+
+
+def served(folder: str) -> None:
+    """A server's engine, which is loaded in a thread and used in others; closing it sends the follower home."""
+    config = LoadConfig(model=folder, max_model_len=64, executor="parallel", num_threads=1)
+    if followed(lambda: open_source(config), executor="parallel", dtype="auto", num_threads=1):
+        return
+    with ThreadPoolExecutor(1) as loader, ThreadPoolExecutor(1) as worker:
+        engine = loader.submit(load_engine, config).result()
+        for _ in range(2):
+            print(worker.submit(engine.generate, "hello", max_tokens=9).result().token_ids)
+        engine.close()
 
 
 def mismatch(folder: str, other: str) -> None:

@@ -93,17 +93,20 @@ def folders(tmp_path_factory, make_params) -> list[Path]:
     return folders
 
 
-def test_the_command_line_runs_in_all_ranks_and_answers_once(folders):
-    """The answer is that of one process; files that differ are refused on every rank before a weight is loaded."""
-    found = run_jobs(f"2:cli:{folders[0]}", f"2:mismatch:{folders[0]}:{folders[1]}")
+def test_command_line_and_server_run_in_all_ranks_and_answer_once(folders):
+    """Answers are those of one process; files that differ are refused on every rank before a weight is loaded."""
+    found = run_jobs(f"2:cli:{folders[0]}", f"2:served:{folders[0]}", f"2:mismatch:{folders[0]}:{folders[1]}")
     answers = {key: lines for key, lines in found.items() if key[0].startswith("cli")}
     (first, second) = (lines for _, lines in sorted(answers.items()))
     assert second == ["status 0"]
     with Engine.load(folders[0], executor="eager") as engine:
         wanted = engine.generate([{"role": "user", "content": "hello"}], max_tokens=9)
+        ids = engine.generate("hello", max_tokens=9).token_ids
     assert "\n".join(first).startswith(wanted.text)
     assert first[-1] == "status 0"
     assert any("executor parallel" in line for line in first)
+    served = [lines for (job, _), lines in sorted(found.items()) if job.startswith("served")]
+    assert served == [[str(ids), str(ids), "status 0"], ["status 0"]]
     for key, lines in found.items():
         if key[0].startswith("mismatch"):
             assert lines[-1] == "status 2"
