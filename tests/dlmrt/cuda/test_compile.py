@@ -1,8 +1,8 @@
 """Kernels compile ahead of time within the shared memory of an architecture, without spills, to the instructions meant.
 
-Here the hot kernels in every format, for the architecture with the least shared memory, and native products of NVFP4 for
-the one that is particular about their tiles; DLMRT_TEST_CUDA_MATRIX=all
-compiles every kernel of three families in every format for sm_90a, sm_100a and sm_120a (`aot.py`).
+Here the hot kernels in every format, for the architecture with the least shared memory, and products of two NVFP4
+operands for the one that is particular about their tiles; DLMRT_TEST_CUDA_MATRIX=all compiles every kernel of three
+families in every format for sm_90a, sm_100a and sm_120a (`aot.py`).
 """
 
 from __future__ import annotations
