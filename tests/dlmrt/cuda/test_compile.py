@@ -1,7 +1,8 @@
 """Kernels compile ahead of time within the shared memory of an architecture, without spills, to the instructions meant.
 
-Here the hot kernels in every format, for the architecture with the least shared memory; DLMRT_TEST_CUDA_MATRIX=all
-compiles every kernel of three families in every format for sm_90a, sm_100a and sm_120a (`aot.py`).
+Here the hot kernels in every format, for the architecture with the least shared memory, and products of two NVFP4
+operands for the one that is particular about their tiles; DLMRT_TEST_CUDA_MATRIX=all compiles every kernel of three
+families in every format for sm_90a, sm_100a and sm_120a (`aot.py`).
 """
 
 from __future__ import annotations
@@ -33,10 +34,13 @@ def compiled(tmp_path_factory):
     """What the compiler says of each kernel."""
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     variables["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, str(Path(__file__).parent / "aot.py"), *([] if IS_ALL else ["120", *HOT])]
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    found = []
+    for wanted in [[]] if IS_ALL else [["120", *HOT], ["100", "matmul_nvfp4_both"]]:
+        command = [sys.executable, str(Path(__file__).parent / "aot.py"), *wanted]
+        done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found += [json.loads(line) for line in done.stdout.splitlines()]
+    return found
 
 
 def test_every_kernel_fits_and_uses_the_instructions_that_it_is_made_for(compiled):
