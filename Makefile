@@ -14,9 +14,10 @@ WORD_PROBLEM := A pie has 54 portions. If Elijah can eat 6 portions a day while 
 	will the pie last?
 CHAIN := State the final answer to the following arithmetic problem: 41 - 16 + 27 =
 
-# Public libraries that open our files in the tests, without what only their trainers need.
+# Public libraries that open our files in the tests, without what only their trainers need; Triton, which interprets and
+# compiles kernels of GPUs without one; the bindings of the CUDA driver, whose functions are compared with the stand-in.
 PEERS := nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 scipy==1.17.1 \
-	nvidia-ml-py==13.615.71
+	nvidia-ml-py==13.615.71 triton==3.6.0 cuda-bindings==13.0.3 cuda-pathfinder==1.9.1
 
 .PHONY: setup peers demo test sanitize lint types unit train docs clean
 
@@ -55,6 +56,8 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
+# All pairs of family and rule in the cuda executor's loop, all its kernels for three architectures (an hour):
+# DLMRT_TEST_CUDA_MATRIX=all
 unit: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q $(PYTEST_ARGS)
 

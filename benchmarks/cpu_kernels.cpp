@@ -286,7 +286,7 @@ struct Bench {
     const SiluMulArgs silu{gate.get(), gate.get() + f, 2 * f, m, {DType::kInt8, 0, f, cells.get(), scales.get()}};
     Buffer<uint8_t> scratch(attention_scratch_bytes(attention));
     const std::pair<const char*, std::function<void()>> parts[] = {
-        {"qk_norm_rope_store", [&] { table.qk_norm_rope_store(split, {0, m}); }},
+        {"qk_norm_rope_store", [&] { table.qk_norm_rope_store(split, {0, m}, {0, cache.num_kv_heads}); }},
         {"attention", [&] { table.attention(attention, {0, attention_units(attention)}, scratch.get()); }},
         {"norm, quantise, silu", [&] {
            table.rms_norm(norm, {0, m});

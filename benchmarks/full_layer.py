@@ -72,17 +72,21 @@ class SameExpert:
 
 
 def draw(config: ModelConfig, kind: str) -> tuple[dict[str, Param], Formats]:
-    """Random bfloat16 weights, experts in `kind` where that is nvfp4, and what the executor is to make of them."""
+    """Random bfloat16 weights, in `kind` where that is nvfp4, and what the executor is to make of them.
+
+    Experts are in NVFP4 alone, as released files have it; in a model without experts every matrix of a layer is.
+    """
     rng, params, named = np.random.default_rng(0), {}, {}
-    for name, shape in family_of(config).tensor_shapes(config).items():
+    family, rank = family_of(config), 2 if config.moe is None else 3
+    for name, shape in family.tensor_shapes(config).items():
         values = rng.standard_normal(shape[-2:], dtype=np.float32)
         values = 1 + 0.1 * values if len(shape) == 1 else values / np.float32(shape[-1] ** 0.5)
         params[name] = (values.view(np.uint32) >> 16).astype(np.uint16)
-        if len(shape) == 3 and kind == "nvfp4":
+        if len(shape) == rank and kind == "nvfp4" and name not in (family.EMBEDDING, family.HEAD):
             codes, scales, shared = quantize_nvfp4(values)
             named[name] = kind
             params[name] = Quantized(
-                format=kind, shape=shape[1:], codes=codes, block_scales=scales.view(np.uint8), multiplier=float(shared)
+                format=kind, shape=shape[-2:], codes=codes, block_scales=scales.view(np.uint8), multiplier=float(shared)
             )
         if len(shape) == 3:
             params[name] = SameExpert(params[name])
@@ -130,7 +134,8 @@ def main() -> None:
     rows, details = [], {}
     for model in [args.model] if args.model else models:
         for layer, config in layers_of(model).items():
-            kinds = ("bfloat16", "int8", "nvfp4") if layer in ("experts", "sliding", "full") else ("bfloat16", "int8")
+            has_nvfp4 = layer != "dense" or config.moe is None
+            kinds = ("bfloat16", "int8", "nvfp4") if has_nvfp4 else ("bfloat16", "int8")
             for kind in [kind for kind in kinds if args.format in (None, kind)]:
                 turns, memory = measure(config, kind, threads=args.threads, rounds=args.rounds)
                 name = f"{layer} layer, {kind}"

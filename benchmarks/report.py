@@ -43,13 +43,14 @@ Peers: torch as `benchmarks/runtimes/torch_step.py` says; llama.cpp built for th
 (`benchmarks/peers.py`), through a driver in C++, flash attention off; its block forward leaves softmax and commit out.
 
 ```
-python benchmarks/run_cpu.py                  # all of the following, about 12 minutes on two cores
+python benchmarks/run_cpu.py                  # all of the following, about 15 minutes on two cores
 python benchmarks/cpu_kernels.py --save
 python benchmarks/cpu_step.py 0.6b --save     # also tiny, 135m, 270m
 python benchmarks/cpu_loop.py --save
 python benchmarks/cpu_accuracy.py --save
 python benchmarks/cold_start.py --save
 python benchmarks/load_memory.py --save
+python benchmarks/full_layer.py --save
 python benchmarks/report.py
 ```
 """
@@ -61,6 +62,7 @@ TITLES = {
     "cpu_loop": "The whole loop and whole answers",
     "cold_start": "Process start to the first block",
     "load_memory": "Peak memory of loading",
+    "full_layer": "One layer of the published models at full size: a canvas behind 256 tokens",
 }
 
 
@@ -79,7 +81,7 @@ def section(result: Result) -> str:
     if result["rows"]:
         parts.append(table(("", "median", "rounds", ""), (_row(item) for item in result["rows"])))
     if result["details"]:
-        parts.append(_answers(result["details"]))
+        parts.append((_layers if name == "full_layer" else _answers)(result["details"]))
     if result["skipped"]:
         parts.append("Not measured: " + "; ".join(result["skipped"]) + ".\n")
     return "\n".join(parts)
@@ -127,6 +129,15 @@ def _row(item: Mapping[str, Any]) -> tuple[str, ...]:
     dropped = f"{item['num']}, {item['num_dropped']} dropped"
     value = f"{quantity(item['median'], item['unit'])} ({low} .. {high})"
     return f"{item['group']}: {item['name']}", value, dropped, "" if item["is_quiet"] else "not quiet"
+
+
+def _layers(details: Mapping[str, Any]) -> str:
+    head = ("", "CPU time of a forward, least", "drawing and packing the weights", "peak memory")
+    rows = (
+        (name, quantity(told["least_cpu_seconds"], "s"), quantity(told["seconds_to_draw_and_pack"], "s"),
+         f"{told['peak_bytes'] / 2**30:.2f} GiB") for name, told in details.items()
+    )  # fmt: skip
+    return table(head, rows)
 
 
 def _answers(details: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """Every benchmark of the cpu executor and the page of results: `python benchmarks/run_cpu.py`.
 
-About 12 minutes on two quiet cores once peers and random checkpoints exist; the first run makes them first. A part that
+About 15 minutes on two quiet cores once peers and random checkpoints exist; the first run makes them first. A part that
 fails is named at the end and the others go on.
 
 Source: ours.
@@ -29,6 +29,7 @@ PARTS: dict[str, Sequence[str]] = {
     "loop": ("cpu_loop.py",),
     "cold": ("cold_start.py",),
     "memory": ("load_memory.py",),
+    "layers": ("full_layer.py",),
 }  # fmt: skip
 
 

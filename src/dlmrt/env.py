@@ -17,6 +17,7 @@ from dlmrt.errors import UnknownOptionError, UsageError, nearest
 
 PREFIX = "DLMRT_"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+CUDA_GRAPHS = ("loop", "step", "off")
 HONOURED = ("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_ENDPOINT", "OMP_NUM_THREADS", "NO_COLOR")
 
 
@@ -29,9 +30,10 @@ class Environment:
 
     executor: str = "auto"  # who runs the loop; checked by the engine, which knows the names
     dtype: str = "auto"  # compute type; auto: the checkpoint's
-    num_threads: int | None = None  # CPU threads; None: the executor's choice
-    cuda_graph: str = "loop"  # how the cuda executor runs loops: loop, step or off
+    num_threads: int | None = None  # CPU threads where a caller asks for none; None: the executor's choice
+    cuda_graph: str = "loop"  # how the cuda executor runs loops, one of CUDA_GRAPHS
     cpu_isa: str = ""  # instruction set of the cpu executor's kernels; empty: the best one that runs here
+    rank_timeout: float = 20.0  # seconds that ranks of one model wait for each other in a collective
     log_level: str = "warning"  # one of LOG_LEVELS
     host: str = "127.0.0.1"  # of the server
     port: int = 8000  # of the server; 0: a free one
@@ -56,6 +58,9 @@ class Environment:
         log_level = given.get("DLMRT_LOG_LEVEL", cls.log_level).lower()
         if log_level not in LOG_LEVELS:
             raise UsageError(f"DLMRT_LOG_LEVEL={log_level!r} is not a level; use one of {', '.join(LOG_LEVELS)}")
+        cuda_graph = given.get("DLMRT_CUDA_GRAPH", cls.cuda_graph).lower()
+        if cuda_graph not in CUDA_GRAPHS:
+            raise UsageError(f"DLMRT_CUDA_GRAPH={cuda_graph!r} is not a mode; use one of {', '.join(CUDA_GRAPHS)}")
         testing = given.get("DLMRT_TESTING", "0")
         if testing not in ("0", "1"):
             raise UsageError(f"DLMRT_TESTING={testing!r} is not a switch; set 0 or 1")
@@ -65,8 +70,9 @@ class Environment:
             executor=given.get("DLMRT_EXECUTOR", cls.executor),
             dtype=given.get("DLMRT_DTYPE", cls.dtype),
             num_threads=_whole(given, "DLMRT_NUM_THREADS", low=1),
-            cuda_graph=given.get("DLMRT_CUDA_GRAPH", cls.cuda_graph),
+            cuda_graph=cuda_graph,
             cpu_isa=given.get("DLMRT_CPU_ISA", cls.cpu_isa),
+            rank_timeout=_seconds(given, "DLMRT_RANK_TIMEOUT", cls.rank_timeout),
             log_level=log_level,
             host=given.get("DLMRT_HOST", cls.host),
             port=_port(given),
@@ -83,6 +89,16 @@ def _whole(given: Mapping[str, str], name: str, *, low: int) -> int | None:
     if not value.isascii() or not value.isdigit() or len(value) > 18 or int(value) < low:
         raise UsageError(f"{name}={value!r} is not a whole number from {low} on; set e.g. {name}={low} or unset it")
     return int(value)
+
+
+def _seconds(given: Mapping[str, str], name: str, default: float) -> float:
+    try:
+        value = float(given.get(name, default))
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= 86_400:  # NaN is not within
+        raise UsageError(f"{name}={given[name]!r} is not a number of seconds within [1, 86400]; set e.g. {name}=20")
+    return value
 
 
 def _port(given: Mapping[str, str]) -> int:

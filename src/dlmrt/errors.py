@@ -68,6 +68,14 @@ HTTP_STATUS: dict[type[DlmrtError], int] = {
 }
 
 
+def non_finite_error(slots: list[int], *, block: int, step: int) -> NonFiniteError:
+    """The error for canvas slots whose logits cannot be used."""
+    return NonFiniteError(
+        f"the model produced non-finite logits in block {block}, step {step}, slots {slots}; "
+        "the request failed, the next one starts clean"
+    )
+
+
 def exit_code(error: DlmrtError) -> int:
     """Exit status of the command line for `error`: the row of its nearest class in `EXIT_CODES`."""
     return next(EXIT_CODES[cls] for cls in type(error).__mro__ if cls in EXIT_CODES)

@@ -13,6 +13,7 @@ Source: ours; the byte-to-character table is GPT-2's, as `tokenizers` expects it
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,3 +178,21 @@ def scripted_engine(
     config = config or tiny_config()
     denoiser = ScriptedDenoiser(script, vocab_size=config.vocab_size, has_residual=has_residual)
     return Engine(denoiser, config, byte_codec(), generation_defaults), denoiser
+
+
+def interpret_kernels() -> None:
+    """Let Triton run kernels in its interpreter, on a CPU; call it before any kernel is imported.
+
+    bfloat16 is wrong there (products, sums and rounding), so what runs in it runs in float32.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
+    from triton.runtime import interpreter
+
+    patch = interpreter._patch_lang_tensor
+
+    def patch_with_index(tensor: Any, scope: Any) -> None:
+        """Bounds of `range` are arrays of one number, which numpy 2.4 no longer turns into an int by itself."""
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_with_index

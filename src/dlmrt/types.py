@@ -207,6 +207,31 @@ class CanvasEvent:
     text: str  # the canvas decoded, undecided positions shown as U+2591
 
 
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How one step draws. Example: ``Sampling(temperature=1.0, is_greedy=True, seed=0)``."""
+
+    temperature: float  # divides the logits; > 0
+    is_greedy: bool  # the token is argmax; filters then change nothing
+    seed: int
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What one forward says about each slot. Confidence is a probability, entropy is in nats."""
+
+    argmax_L: Int32  # most probable id; the lowest on ties
+    argmax_confidence_L: Float32
+    token_L: Int32  # id that a commit writes: argmax, or the draw
+    confidence_L: Float32  # of token_L
+    entropy_L: Float32
+    probs_LV: Float32 | None = None  # the tempered, unfiltered distribution; only when asked for
+    logits_LV: Float32 | None = None  # tempered, less the row's maximum, -inf at banned ids; with probs_LV
+
+
 @runtime_checkable
 class Denoiser(Protocol):
     """What the decode loop asks of an executor: one request's committed context and forwards over a canvas.
@@ -237,6 +262,20 @@ class Denoiser(Protocol):
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+
+
+@runtime_checkable
+class Predictor(Protocol):
+    """A denoiser that predicts where its head lies, so that the logits need not be put together in one place."""
+
+    def predict(
+        self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None, sampling: Sampling, banned: Int32,
+        *, block: int, step: int, open_L: Bool,
+    ) -> Prediction:  # fmt: skip
+        """What `dlmrt.decode.sampling.predict` says of the logits that `Denoiser.forward` returns; no `probs_LV`."""
+
+    def predicted_residual(self) -> Float32:
+        """The residual z float32 [L, D] of the last prediction's distribution."""
 
 
 @runtime_checkable

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from dlmrt.decode.sampling import Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.models import qwen3
 from dlmrt.ops import eager as ops
+from dlmrt.types import Sampling
 from orl.losses import weighted_cross_entropy
 from orl.objective import Batch, batch_loss
 from orl.packing import CLEAN, PAD, Example, Rows, pack, problem_rows

@@ -30,6 +30,8 @@ names = [m.name for m in pkgutil.walk_packages(dlmrt.__path__, "dlmrt.", onerror
 for name in names:
     if name == "dlmrt.__main__" or name == "dlmrt.ops.eager" or name.startswith("dlmrt.eager."):
         continue
+    if name.startswith("dlmrt.parallel.") and name not in ("dlmrt.parallel.ranks", "dlmrt.parallel.layout"):
+        continue
     if name.startswith("dlmrt.cuda.") and name != "dlmrt.cuda.device":
         continue
     importlib.import_module(name)

@@ -9,7 +9,7 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dlmrt.checkpoint.cut import Cut
 from dlmrt.checkpoint.formats import FLOATS, InputQuantizer, StoredWeight
 from dlmrt.checkpoint.tensorfile import StoredTensor, in_memory, is_equal, to_float32, to_torch
 from dlmrt.errors import CheckpointError, nearest
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 Shapes = Mapping[str, tuple[int, ...]]
+
+_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of module names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +58,33 @@ class Piece:
         weight = self.weight
         if weight.format != "float":
             values = weight.float32()
-            return in_memory(weight.name, "float32", self._cut(values if item is None else values[item]), _path(weight))
+            return in_memory(
+                weight.name, "float32", self._split(values if item is None else values[item]), _path(weight)
+            )
         tensor = weight.parts["weight"] if item is None else weight.parts["weight"].item(item)
-        return tensor if self.part is None else in_memory(weight.name, self.dtype, self._cut(tensor.raw()), tensor.path)
+        return (
+            tensor if self.part is None else in_memory(weight.name, self.dtype, self._split(tensor.raw()), tensor.path)
+        )
 
-    def _cut(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def cut(self, cut: Cut) -> StoredTensor:
+        """A part of `stored`; of values as they lie in the file nothing else is read."""
+        weight, part = self.weight, self.part
+        if weight.format != "float" or (part is not None and cut.axis > 0):
+            stored = self.stored()
+            return in_memory(weight.name, stored.dtype, cut.take(stored.raw()), _path(weight))
+        tensor = weight.parts["weight"]
+        if part is None:
+            return tensor.cut(cut)
+        rows = self.shape[-2]
+        if len(self.shape) == 2:
+            return tensor.cut(cut.moved(part[0] * rows))
+        half = Cut(axis=0, runs=((part[0] * rows, (part[0] + 1) * rows),))
+        values = np.empty(cut.shape_of(self.shape), dtype=tensor.bits)
+        for at, index in enumerate(cut.indices()):
+            values[at] = tensor.item(index).cut(half).raw()
+        return in_memory(weight.name, self.dtype, values, tensor.path)
+
+    def _split(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         return values if self.part is None else np.split(values, self.part[1], axis=-2)[self.part[0]]
 
 
@@ -103,14 +128,17 @@ class ModelWeight:
             values[index] = tensor.raw() if tensor.dtype == dtype else to_float32(tensor)
         return in_memory(self.name, dtype, values, first.path)
 
-    def to_torch(self, dtype: torch.dtype) -> torch.Tensor:
-        """All values as a tensor of `dtype`; beyond it, one piece at a time is in memory."""
+    def to_torch(self, dtype: torch.dtype, cut: Cut | None = None) -> torch.Tensor:
+        """All values, or a part, as a tensor of `dtype`; beyond it, one piece at a time is in memory."""
         import torch
 
         if not self.is_stacked:
-            return to_torch(self.pieces[0].stored()).to(dtype)
-        values = torch.empty(self.shape, dtype=dtype)
-        for index, piece in enumerate(self.pieces):
+            piece = self.pieces[0]
+            return to_torch(piece.stored() if cut is None else piece.cut(cut)).to(dtype)
+        assert cut is None or cut.axis == 0, "stacked weights are cut between pieces"
+        pieces = self.pieces if cut is None else [self.pieces[index] for index in cut.indices()]
+        values = torch.empty((len(pieces), *self.shape[1:]), dtype=dtype)
+        for index, piece in enumerate(pieces):
             values[index] = to_torch(piece.stored())
         return values
 
@@ -180,6 +208,33 @@ def _complete(name: str, shape: tuple[int, ...], pieces: Mapping[int | None, Pie
             "incomplete or config.json is of another model"
         )
     return ModelWeight(name=name, shape=shape, pieces=tuple(pieces[index] for index in range(shape[0])))
+
+
+def kept(weights: Mapping[str, ModelWeight], formats: Collection[str]) -> dict[str, str]:
+    """Name -> format of the matrices that an executor with kernels for `formats` can keep as they are stored.
+
+    Matrices that are multiplied together stay only if all of them have the same format.
+    """
+    found = {name: kind for name, weight in weights.items() if (kind := _format(weight)) and kind in formats}
+    return {
+        name: kind for name, kind in found.items()
+        if all(found.get(other) == kind for other in _fused_with(name) if other in weights)
+    }  # fmt: skip
+
+
+def _format(weight: ModelWeight) -> str | None:
+    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
+    pieces = weight.pieces
+    formats = {piece.weight.format for piece in pieces}
+    is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
+    return formats.pop() if is_whole and len(formats) == 1 else None
+
+
+def _fused_with(name: str) -> list[str]:
+    """Names of the matrices that are multiplied together with `name`, itself included."""
+    stem = name.removesuffix(".weight")
+    module, _, last = stem.rpartition(".")
+    return [f"{module}.{other}{name[len(stem) :]}" for group in _FUSED if last in group for other in group]
 
 
 def is_same(one: StoredWeight, other: StoredWeight) -> bool:

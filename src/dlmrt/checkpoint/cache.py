@@ -9,7 +9,6 @@ Source: cache layout of huggingface_hub 2.4.0; git's blob hashes for files that 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dlmrt.checkpoint.download import checksum
 from dlmrt.checkpoint.hub import EMBEDDED, embedded_models
 from dlmrt.errors import CheckpointError, ModelNotFoundError, UsageError, nearest
 from dlmrt.models.config import read_json
@@ -24,8 +24,6 @@ from dlmrt.models.families import ARCHITECTURES
 
 if TYPE_CHECKING:
     from huggingface_hub import HFCacheInfo
-
-_CHUNK_BYTES = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +113,7 @@ def verify(folder: Path) -> int:
         if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", wanted):
             continue  # a cache without links keeps no checksums
         count += 1
-        if not path.exists() or _checksum(path, is_git=len(wanted) == 40) != wanted:
+        if not path.exists() or checksum(path, is_git=len(wanted) == 40) != wanted:
             damaged.append(path)
     for path in damaged:
         blob = path.parent / os.readlink(path)
@@ -125,14 +123,6 @@ def verify(folder: Path) -> int:
         names = ", ".join(path.name for path in damaged)
         raise CheckpointError(f"{folder}: {names} did not have the hub's checksum and was removed; pull it again")
     return count
-
-
-def _checksum(path: Path, *, is_git: bool) -> str:
-    digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size) if is_git else hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
 
 
 def _describe(

@@ -3,7 +3,8 @@
 The hub client is imported only when a hub id is resolved. Its cache and settings are the user's own (`HF_HOME`,
 `HF_HUB_OFFLINE`, `HF_TOKEN`): there is no second download folder. Only files that are read are fetched, from the top of
 the repository: neither code nor pickles reach the disk. Those that say what the model is come first, so that a model
-that cannot run is refused before its weights are on their way. Downloads go on where they were cut off, file by file.
+that cannot run is refused before its weights are on their way. Weights go on where a process was killed
+(`checkpoint.download`).
 
 Source: ours; repository layout of the Hugging Face hub, huggingface_hub 2.4.0.
 """
@@ -14,6 +15,7 @@ import os
 import re
 from pathlib import Path
 
+from dlmrt.checkpoint.download import fetch_weights
 from dlmrt.errors import CheckpointError, ModelNotFoundError, UsageError, nearest
 from dlmrt.models.config import load_config
 
@@ -82,6 +84,7 @@ def _download(repo_id: str, revision: str | None, *, needs_weights: bool) -> Pat
             load_config(folder)  # refuses what cannot run
         if not needs_weights:
             return folder
+        fetch_weights(repo_id, folder)
         return Path(_snapshot(repo_id, revision, [*_DESCRIPTION, *_WEIGHTS]))
     except CheckpointError:
         raise

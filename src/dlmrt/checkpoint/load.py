@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dlmrt.checkpoint.assemble import ModelWeight, assemble, is_same
+from dlmrt.checkpoint.cut import Cut
 from dlmrt.checkpoint.formats import FLOATS, StoredWeight, collect, quantization_metadata
 from dlmrt.checkpoint.tensorfile import StoredTensor, read_tensors, to_float32, to_torch
 from dlmrt.errors import CheckpointError, UsageError, nearest
@@ -98,11 +99,15 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     )
 
 
-def load_params(checkpoint: Checkpoint, *, dtype: str = "auto") -> dict[str, torch.Tensor]:
-    """Load all weights of `checkpoint` as torch tensors on the CPU, dequantised.
+def load_params(
+    checkpoint: Checkpoint, *, dtype: str = "auto", cuts: Mapping[str, Cut] | None = None
+) -> dict[str, torch.Tensor]:
+    """Load the weights of `checkpoint` as torch tensors on the CPU, dequantised.
 
-    `dtype` is "auto" for the type that config.json declares, or "float32", "bfloat16", "float16". A few tensors that
-    the family keeps in float32 stay so.
+    Args:
+        dtype: "auto" for the type that config.json declares, or "float32", "bfloat16", "float16". A few tensors that
+            the family keeps in float32 stay so.
+        cuts: what to read of the tensors that are not wanted whole, by name; None: all of everything.
     """
     import torch
 
@@ -111,7 +116,9 @@ def load_params(checkpoint: Checkpoint, *, dtype: str = "auto") -> dict[str, tor
         raise UsageError(f"dtype {wanted!r} is not a type of weights{nearest(wanted, (*FLOAT_DTYPES, 'auto'))}")
     kept = family_of(checkpoint.config).FLOAT32
     return {
-        name: weight.to_torch(torch.float32 if name.endswith(kept) else getattr(torch, wanted))
+        name: weight.to_torch(
+            torch.float32 if name.endswith(kept) else getattr(torch, wanted), None if cuts is None else cuts.get(name)
+        )
         for name, weight in checkpoint.weights().items()
     }
 

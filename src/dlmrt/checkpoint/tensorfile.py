@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from dlmrt.checkpoint.cut import Cut
 from dlmrt.errors import CheckpointError
 from dlmrt.models.config import without_duplicates
 
@@ -125,23 +126,43 @@ class StoredTensor:
             CheckpointError: the file is not what it was when it was opened.
         """
         if isinstance(self.data, FileBytes):
-            return self.data.file.read(self.data.begin, self.data.num_bytes).view(self._bits).reshape(self.shape)
-        return np.frombuffer(self.data, dtype=self._bits).reshape(self.shape)
+            return self.data.file.read(self.data.begin, self.data.num_bytes).view(self.bits).reshape(self.shape)
+        return np.frombuffer(self.data, dtype=self.bits).reshape(self.shape)
 
     def item(self, index: int) -> StoredTensor:
         """One index of the first axis, not read either."""
-        num_bytes = self.num_bytes // self.shape[0]
-        begin = index * num_bytes
-        if isinstance(self.data, FileBytes):
-            data: FileBytes | memoryview = FileBytes(
-                file=self.data.file, begin=self.data.begin + begin, num_bytes=num_bytes
-            )
-        else:
-            data = self.data[begin : begin + num_bytes]
+        data = self._bytes(index, index + 1)
         return StoredTensor(name=self.name, dtype=self.dtype, shape=self.shape[1:], data=data, path=self.path)
 
+    def cut(self, cut: Cut) -> StoredTensor:
+        """A part of the values; nothing else is read, and a single run of the first axis is not read either."""
+        if cut.axis == 0 and len(cut.runs) == 1:
+            data = self._bytes(*cut.runs[0])
+            return StoredTensor(
+                name=self.name, dtype=self.dtype, shape=cut.shape_of(self.shape), data=data, path=self.path
+            )
+        values = np.empty(cut.shape_of(self.shape), dtype=self.bits)
+        at = 0
+        for begin, end in cut.runs:
+            here = slice(at, at + end - begin)
+            if cut.axis == 0:
+                values[here] = self.cut(Cut(axis=0, runs=((begin, end),))).raw()
+            else:
+                for row in range(self.shape[0]):
+                    values[row, here] = self.item(row).cut(Cut(axis=0, runs=((begin, end),))).raw()
+            at = here.stop
+        return in_memory(self.name, self.dtype, values, self.path)
+
+    def _bytes(self, first: int, end: int) -> FileBytes | memoryview:
+        """Those of some indices of the first axis."""
+        size = self.num_bytes // self.shape[0]
+        if isinstance(self.data, FileBytes):
+            return FileBytes(file=self.data.file, begin=self.data.begin + first * size, num_bytes=(end - first) * size)
+        return self.data[first * size : end * size]
+
     @property
-    def _bits(self) -> type[np.generic]:
+    def bits(self) -> type[np.generic]:
+        """Type of what `raw` returns."""
         return DTYPES[_TAGS[self.dtype]][1]
 
 

@@ -20,7 +20,7 @@ import typer
 
 from dlmrt.cli import options
 from dlmrt.cli.report import timings
-from dlmrt.cli.session import DEFAULT_MODEL, Loaded, load, notice, run_request, start
+from dlmrt.cli.session import DEFAULT_MODEL, Loaded, followed_model, load, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, View, canvas_is_possible
 from dlmrt.errors import DlmrtError, UsageError, nearest
 from dlmrt.types import DecodeConfig, GenerateResult, Message
@@ -44,10 +44,12 @@ def chat(
     revision: options.RevisionOption = None,
     adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message of the conversation.")] = None,
+    thinking: options.ThinkingOption = None,
     plain: Annotated[bool, typer.Option("--plain", help="Print text as it is committed, without the canvas.")] = False,
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     base_url: Annotated[
         str | None, typer.Option("--base-url", help="Talk to a running server; DLMRT_API_KEY holds its key.")
     ] = None,
@@ -64,20 +66,27 @@ def chat(
     config = options.decode_config(decode_file, decode)
     here: dict[str, Any] = {
         "executor": executor, "dtype": dtype, "num_threads": num_threads, "revision": revision, "adapter": adapter,
+        "cuda_graph": cuda_graph,
     }  # fmt: skip
+    if base_url is None and followed_model(name, environment, **here):
+        return
     if base_url is None:
         loaded = load(name, environment, **here)
     else:
         loaded = _connect(base_url, model_argument or model, environment.api_key, here)
-    talk(loaded, config, system=system, plain=plain, quiet=quiet)
+    talk(loaded, config, system=system, thinking=thinking, plain=plain, quiet=quiet)
 
 
-def talk(loaded: Loaded, config: DecodeConfig, *, system: str | None, plain: bool, quiet: bool) -> None:
+def talk(
+    loaded: Loaded, config: DecodeConfig, *, system: str | None, thinking: bool | None, plain: bool, quiet: bool
+) -> None:
     """Answer lines of stdin until they end."""
     if sys.stdin.isatty():
         with suppress(ImportError):  # not on every platform
             import readline  # noqa: F401  line editing and recall for input()
-    conversation = Conversation(loaded=loaded, config=config, system=system, live=not plain and canvas_is_possible())
+    conversation = Conversation(
+        loaded=loaded, config=config, system=system, thinking=thinking, live=not plain and canvas_is_possible()
+    )
     notice(f"{loaded.model} is ready; /help lists the commands", quiet=quiet or not sys.stdin.isatty())
     while (line := _read_line()) is not None:
         if line.strip() and not conversation.handle(line):
@@ -119,6 +128,7 @@ class Conversation:
     loaded: Loaded
     config: DecodeConfig
     system: str | None = None
+    thinking: bool | None = None  # position of the template's switch
     live: bool = False  # show the canvas
     history: list[Message] = field(default_factory=list)  # without the system message
     last: GenerateResult | None = None
@@ -139,7 +149,7 @@ class Conversation:
         view: View = PlainView()
         if self.live:
             view = LiveView(self.loaded.piece, then=view)
-        self.last = run_request(self.loaded.engine, [*prompt, *turns], self.config, view)
+        self.last = run_request(self.loaded.engine, [*prompt, *turns], self.config, view, thinking=self.thinking)
         if self.last.finish_reason == "cancelled":
             notice("cancelled")
         self.history = [*turns, {"role": "assistant", "content": self.last.text}]

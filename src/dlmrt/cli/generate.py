@@ -13,7 +13,7 @@ import typer
 from dlmrt.cli import options
 from dlmrt.cli.chat import talk
 from dlmrt.cli.report import print_json, result_document, timings
-from dlmrt.cli.session import DEFAULT_MODEL, load, names_model, notice, run_request, start
+from dlmrt.cli.session import DEFAULT_MODEL, followed_model, load, names_model, notice, run_request, start
 from dlmrt.cli.terminal import LiveView, PlainView, SilentView, View, canvas_is_possible
 from dlmrt.errors import UsageError
 from dlmrt.types import Message
@@ -33,6 +33,7 @@ def generate(
     revision: options.RevisionOption = None,
     adapter: options.AdapterOption = None,
     system: Annotated[str | None, typer.Option("--system", help="System message before the prompt.")] = None,
+    thinking: options.ThinkingOption = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")
     ] = False,
@@ -42,6 +43,7 @@ def generate(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     decode_file: options.DecodeFileOption = None,
     quiet: options.QuietOption = False,
     debug: options.DebugOption = False,
@@ -51,6 +53,8 @@ def generate(
     environment = start(debug=debug, quiet=quiet)
     if raw and system is not None:
         raise UsageError("--system has no place in a --raw prompt; write it into the prompt, or drop --raw")
+    if raw and thinking is not None:
+        raise UsageError("--thinking is a switch of the chat template, which a --raw prompt has none of; drop one")
     name, text = model_and_prompt(first, second, model)
     config = options.decode_config(decode_file, decode)
     source: dict[str, Any] = {
@@ -59,9 +63,12 @@ def generate(
         "num_threads": num_threads,
         "revision": revision,
         "adapter": adapter,
+        "cuda_graph": cuda_graph,
     }
+    if followed_model(name, environment, **source):
+        return
     if text is None and context.info_name == "run" and sys.stdin.isatty() and not (raw or json_output or show_timings):
-        talk(load(name, environment, **source), config, system=system, plain=False, quiet=quiet)
+        talk(load(name, environment, **source), config, system=system, thinking=thinking, plain=False, quiet=quiet)
         return
     text = _prompt_text(text)
     prompt: str | list[Message] = text
@@ -75,7 +82,7 @@ def generate(
         view = LiveView(loaded.piece, then=view)
     elif show_canvas:
         notice("--show-canvas needs a terminal on stderr; going on without it", quiet=quiet)
-    result = run_request(loaded.engine, prompt, config, view)
+    result = run_request(loaded.engine, prompt, config, view, thinking=thinking)
     if json_output:
         print_json(result_document(result, model=name, load_s=loaded.load_s))
     if show_timings:

@@ -26,7 +26,9 @@ logger = logging.getLogger(__name__)
 def set_up_logging(level: str) -> None:
     """Log our packages to stderr from `level` on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    rank = os.environ.get("RANK")  # of several processes that write to one terminal
+    place = f"rank {rank} " if rank is not None else ""
+    handler.setFormatter(logging.Formatter(f"{place}%(levelname)s %(name)s: %(message)s"))
     for name in ("dlmrt", "orl"):
         package = logging.getLogger(name)
         package.setLevel(level.upper())

@@ -68,12 +68,22 @@ ExecutorOption = Annotated[
 DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="Compute type, e.g. float32. [default: DLMRT_DTYPE or auto]")
 ]
+CudaGraphOption = Annotated[
+    str | None,
+    typer.Option("--cuda-graph", help="How cuda runs the loop: loop, step, off. [default: DLMRT_CUDA_GRAPH or loop]"),
+]
 ThreadsOption = Annotated[
     int | None, typer.Option("--num-threads", min=1, help="CPU threads. [default: DLMRT_NUM_THREADS or auto]")
 ]
 DecodeFileOption = Annotated[
     Path | None,
     typer.Option("--decode-config", help="TOML, YAML or JSON file of decode settings; options overrule it."),
+]
+ThinkingOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--thinking/--no-thinking", help="Think first or not, by the chat template's switch. [default: the template's]"
+    ),
 ]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No notices on stderr.")]
 DebugOption = Annotated[bool, typer.Option("--debug", help="Log everything and show tracebacks.")]

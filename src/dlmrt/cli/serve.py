@@ -18,9 +18,10 @@ import typer
 
 from dlmrt.cli import options
 from dlmrt.cli.manners import set_up_logging
-from dlmrt.cli.session import DEFAULT_MODEL, notice, start
+from dlmrt.cli.session import DEFAULT_MODEL, followed, notice, set_cuda_graph, start
 from dlmrt.decode.aliases import RULE_ALIASES, canonical_settings
 from dlmrt.errors import UsageError
+from dlmrt.parallel.ranks import Ranks, chosen_executor
 from dlmrt.types import DecodeConfig
 
 
@@ -62,6 +63,7 @@ def serve(
     executor: options.ExecutorOption = None,
     dtype: options.DtypeOption = None,
     num_threads: options.ThreadsOption = None,
+    cuda_graph: options.CudaGraphOption = None,
     decode_file: Annotated[
         Path | None,
         typer.Option("--decode-config", "--dllm-algorithm-config", help="TOML, YAML or JSON file of decode settings."),
@@ -90,8 +92,9 @@ def serve(
         typer.Option("--no-graphs", "--enforce-eager", help="No CUDA graphs, same tokens; as DLMRT_CUDA_GRAPH=off."),
     ] = False,
     tensor_parallel_size: Annotated[
-        int, typer.Option("--tensor-parallel-size", "--tp", "--tp-size", min=1, max=1, help="Only 1.")
-    ] = 1,
+        int | None,
+        typer.Option("--tensor-parallel-size", "--tp", "--tp-size", min=1, help="As many as torchrun started, or 1."),
+    ] = None,
     max_num_seqs: Annotated[
         int,
         typer.Option("--max-num-seqs", "--max-running-requests", min=1, max=1, help="Only 1."),
@@ -111,14 +114,24 @@ def serve(
         raise UsageError(f"two models are named, {model_argument!r} and --model {model!r}; remove one")
     if trust_remote_code:
         notice("--trust-remote-code is never needed: no code of a checkpoint is run", quiet=quiet)
+    if no_graphs and cuda_graph not in (None, "off"):
+        raise UsageError(f"--no-graphs and --cuda-graph {cuda_graph!r} contradict each other; remove one")
+    set_cuda_graph(cuda_graph, executor or environment.executor)
     if no_graphs:
         os.environ["DLMRT_CUDA_GRAPH"] = "off"  # the cuda executor reads it; others have none
+    ranks = Ranks.read()
+    if tensor_parallel_size not in (None, ranks.size):
+        raise UsageError(
+            f"--tensor-parallel-size {tensor_parallel_size} needs as many processes and there "
+            f"{'is 1' if ranks.size == 1 else f'are {ranks.size}'}; start them with "
+            f"torchrun --nproc-per-node {tensor_parallel_size} -m dlmrt serve ..."
+        )
     name = model_argument or model or DEFAULT_MODEL
     names = served_model_name or [Path(name).resolve().name if Path(name).is_dir() else name]
     config = _decode_config(decode_file, diffusion_config, algorithm, decode)
 
     from dlmrt.serve.body import BodyLimits
-    from dlmrt.serve.load import LoadConfig, load_engine
+    from dlmrt.serve.load import LoadConfig, load_engine, open_source
     from dlmrt.serve.run import serve as run
     from dlmrt.serve.service import ServeConfig
 
@@ -130,11 +143,16 @@ def serve(
         cors_origins=tuple(cors_origin or ()), ignore_unknown_fields=ignore_unknown_fields, decode=config,
     )  # fmt: skip
     source = LoadConfig(
-        model=name, revision=revision, adapter=adapter, executor=executor or environment.executor,
+        model=name, revision=revision, adapter=adapter,
+        executor=chosen_executor(executor or environment.executor, ranks),
         dtype=dtype or environment.dtype, num_threads=num_threads or environment.num_threads,
         max_model_len=max_model_len, generation_config=generation_config, quantization=quantization,
         fault=environment.fault,
     )  # fmt: skip
+    if followed(
+        lambda: open_source(source), executor=source.executor, dtype=source.dtype, num_threads=source.num_threads
+    ):
+        return
     raise typer.Exit(run(settings, lambda: load_engine(source)))
 
 

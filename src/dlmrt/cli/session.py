@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,13 @@ from typing import TYPE_CHECKING
 
 from dlmrt.cli.manners import set_up_logging
 from dlmrt.cli.terminal import View
-from dlmrt.env import Environment
+from dlmrt.env import CUDA_GRAPHS, Environment
+from dlmrt.errors import MissingDependencyError, UsageError
+from dlmrt.parallel.ranks import Ranks, chosen_executor
 from dlmrt.types import CanvasEvent, DecodeConfig, GenerateResult, Message, TextEvent
 
 if TYPE_CHECKING:
+    from dlmrt.checkpoint.load import Checkpoint
     from dlmrt.decode.engine import Engine
     from dlmrt.serve.client import RemoteEngine
 
@@ -50,9 +53,11 @@ class Loaded:
 
 def start(*, debug: bool, quiet: bool = False) -> Environment:
     """Read the environment and set the log level: debug, or errors only when quiet, or DLMRT_LOG_LEVEL."""
-    environment = Environment.read()
+    environment, ranks = Environment.read(), Ranks.read()
     level = "debug" if debug else "error" if quiet else environment.log_level
     set_up_logging(level)
+    if ranks.size > 1:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a rank that is gone is reported by us, in one line
     return environment
 
 
@@ -65,20 +70,77 @@ def load(
     num_threads: int | None,
     revision: str | None,
     adapter: Path | None = None,
+    cuda_graph: str | None = None,
 ) -> Loaded:
     """Load `model`; options that are None come from the environment."""
     started = time.perf_counter()
+    set_cuda_graph(cuda_graph, executor or environment.executor)
     from dlmrt.decode.engine import Engine  # its imports are part of what the user waits for
 
     engine = Engine.load(
         model,
-        executor=executor or environment.executor,
+        executor=chosen_executor(executor or environment.executor, Ranks.read()),
         dtype=dtype or environment.dtype,
         num_threads=num_threads or environment.num_threads,
         revision=revision,
         adapter=adapter,
     )
     return Loaded(engine=engine, model=model, load_s=time.perf_counter() - started)
+
+
+def followed(open_checkpoint: Callable[[], Checkpoint], *, executor: str, dtype: str, num_threads: int | None) -> bool:
+    """Run this rank's part for rank 0 until that ends, where this is one of several processes and not the first.
+
+    Args:
+        open_checkpoint: gives the checkpoint that rank 0 loads.
+    """
+    ranks = Ranks.read()
+    if not ranks.is_follower:
+        return False
+    chosen_executor(executor, ranks)
+    # Ctrl-C goes to all processes of the terminal: rank 0 ends its request, and this process with itself.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    checkpoint = open_checkpoint()
+    try:
+        from dlmrt.parallel.lead import follow
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            "several processes need torch, not installed; pip install 'dlmrt[train]'"
+        ) from error
+    follow(checkpoint, dtype=dtype, num_threads=num_threads)
+    return True
+
+
+def followed_model(
+    model: str, environment: Environment, *, executor: str | None, dtype: str | None, num_threads: int | None,
+    revision: str | None, adapter: Path | None = None,
+) -> bool:  # fmt: skip
+    """As `followed`, for the model that `load` would load with the same arguments."""
+
+    def open_checkpoint() -> Checkpoint:
+        from dlmrt.decode.engine import open_model
+
+        return open_model(model, revision=revision, adapter=adapter)
+
+    return followed(
+        open_checkpoint, executor=executor or environment.executor, dtype=dtype or environment.dtype,
+        num_threads=num_threads or environment.num_threads,
+    )  # fmt: skip
+
+
+def set_cuda_graph(mode: str | None, executor: str) -> None:
+    """Hand the option --cuda-graph to the cuda executor, which reads its variable when it loads.
+
+    Raises:
+        UsageError: not a mode, or another executor will run.
+    """
+    if mode is None:
+        return
+    if mode not in CUDA_GRAPHS:
+        raise UsageError(f"--cuda-graph {mode!r} is not a mode; use one of {', '.join(CUDA_GRAPHS)}")
+    if executor != "cuda":
+        raise UsageError(f"--cuda-graph has no effect on executor {executor!r}; add --executor cuda, or leave it out")
+    os.environ["DLMRT_CUDA_GRAPH"] = mode
 
 
 def names_model(word: str) -> bool:
@@ -95,16 +157,21 @@ def names_model(word: str) -> bool:
 
 
 def run_request(
-    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View
-) -> GenerateResult:
+    engine: Engine | RemoteEngine, prompt: str | list[Message], config: DecodeConfig, view: View,
+    *, thinking: bool | None = None,
+) -> GenerateResult:  # fmt: skip
     """Run one request, its events going to `view`. A cancelled one returns with what was committed.
+
+    Args:
+        thinking: position of the chat template's switch; None: as the template has it.
 
     Raises:
         KeyboardInterrupt: Ctrl-C came a second time.
     """
     result: GenerateResult | None = None
     with interrupts_as_event() as cancel:
-        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel)
+        switch = {} if thinking is None else {"enable_thinking": thinking}
+        events = engine.stream(prompt, config, canvas=view.wants_canvas, cancel=cancel, template_options=switch)
         with view:
             for event in events:
                 if isinstance(event, TextEvent):

@@ -17,7 +17,6 @@ import typer
 from dlmrt.cli import fit, options
 from dlmrt.cli.report import print_json
 from dlmrt.cli.session import DEFAULT_MODEL, start
-from dlmrt.errors import UnsupportedModelError
 from dlmrt.types import DecodeConfig
 
 if TYPE_CHECKING:
@@ -90,16 +89,11 @@ def program_listing(checkpoint: Checkpoint) -> str:
     from dlmrt.decode.settings import resolve
     from dlmrt.models.families import family_of
     from dlmrt.program.forwards import Formats
-    from dlmrt.program.loop import RULE_SCALARS, record_loop
+    from dlmrt.program.loop import record_loop
     from dlmrt.program.show import show as listing
 
     config = checkpoint.config
     settings = resolve(DecodeConfig(), config, checkpoint.generation)
-    if settings.commit_rule not in RULE_SCALARS:
-        raise UnsupportedModelError(
-            f"no native program runs commit_rule {settings.commit_rule!r}: Python decodes it step by step, with native "
-            "forwards on the cpu executor"
-        )
     dtype = "float32" if config.dtype == "float32" else "bfloat16"
     recorded = record_loop(
         config,
@@ -131,12 +125,8 @@ def checkpoint_report(checkpoint: Checkpoint, folder: Path) -> dict[str, Any]:
     }
     if diffusion:
         from dlmrt.decode.settings import resolve
-        from dlmrt.program.loop import RULE_SCALARS
 
         report["decode_defaults"] = resolve(DecodeConfig(), config, checkpoint.generation).as_dict()
-        rule = report["decode_defaults"]["commit_rule"]
-        by_hand = f"step by step: commit_rule {rule!r} has no native program, only its forwards are native"
-        report["loop"] = "native on the cpu executor" if rule in RULE_SCALARS else by_hand
     return report
 
 

@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 
 from dlmrt.cpu import _native
 from dlmrt.cpu.experts import Experts
-from dlmrt.cpu.parts import ATTENTION_CHUNK, DTYPES, OPERANDS, Cells, operand_bytes, rounded
+from dlmrt.cpu.parts import ATTENTION_CHUNK, DTYPES, OPERANDS, PANEL, Cells, operand_bytes, rounded
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, If, Kernel, Node, Program, Value, While, maximum
-from dlmrt.program.record import URGENT
-from dlmrt.program.signatures import LOOP_OPS, signature
+from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +42,21 @@ class _Head:
     cap: float = 0.0  # 0: none
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Part:
+    """Operands and constants of a node that is to be joined with the next one."""
+
+    inputs: Mapping[str, Buffer]
+    outputs: Mapping[str, Buffer]
+    attributes: Mapping[str, Value]
+
+    def joined(self, other: _Part) -> _Part:
+        return _Part(
+            inputs={**self.inputs, **other.inputs}, outputs={**self.outputs, **other.outputs},
+            attributes={**self.attributes, **other.attributes},
+        )  # fmt: skip
+
+
 def lower(program: Program, config: ModelConfig) -> Lowered:
     """Lower `program`, which was recorded for `config`."""
     lowering = _Lowering(program, config)
@@ -57,6 +71,7 @@ class _Lowering(Experts):
         self._is_table_packed = config.tie_word_embeddings and not family_of(config).has_residual(config)
         self._heads: dict[Buffer, _Head] = {}
         self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> node qkv and rows of q, k and v heads
+        self._fused: dict[Buffer, _Part] = {}  # q -> what waits for its attention
         self._logits: dict[Buffer, Buffer] = {}
 
     def body(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
@@ -137,7 +152,7 @@ class _Lowering(Experts):
     def _lower_linear(self, node: Kernel) -> None:
         y, weight = node.outputs["y"], self._pack(node.inputs["weight"])
         cells = self._cells_of(node.inputs["x"], OPERANDS[weight.dtype])
-        if any(use.op == "predict" for use, _ in self._uses[self._capped(y)]):
+        if any(use.op in HEAD_OPS for use, _ in self._uses[self._capped(y)]):
             self._heads[y] = _Head(cells=cells, weight=weight)
             return
         self._linear(cells, weight, y.shape[0], *self._sum_or_rows(y))
@@ -160,7 +175,14 @@ class _Lowering(Experts):
         i, rows = node.inputs, node.outputs["q"].shape[0]
         weight = self._pack(*(i[name] for name in ("weight", "wq", "wk", "wv") if name in i))
         out = self._scratch("float32", (rows, weight.shape[0]))
-        self._linear(self._cells_of(i["x"], OPERANDS[weight.dtype]), weight, rows, out, 0)
+        cells, q = self._cells_of(i["x"], OPERANDS[weight.dtype]), node.outputs["q"]
+        if node.op != "qkv_biased" and q in self._uses and maximum(weight.shape[0]) % PANEL == 0:
+            self._fused[q] = _Part(
+                inputs={"weight": weight} | cells.operands(), outputs={"qkv": out},
+                attributes={"operand": DTYPES[cells.dtype]},
+            )  # fmt: skip
+        else:
+            self._linear(cells, weight, rows, out, 0)
         self._projections[node.outputs["k"]] = node, out
 
     _lower_qkv_packed = _lower_qkv
@@ -189,13 +211,16 @@ class _Lowering(Experts):
             options["is_v_normed"] = 1
         if "wq" in qkv.inputs and "wv" not in qkv.inputs:
             options["is_v_from_k"] = 1
-        self._emit(
-            "qk_norm_rope_store", rows,
-            {"qkv": projected} | norms | {"cos": rope.cos, "sin": rope.sin, "positions": node.inputs["positions"],
-             "cache": cache},
-            {"q": cells, "cache": cache}, eps=qkv.attributes.get("eps", 0.0), rotary_dim=rope.rotary_dim,
-            **self._cache_attributes(cache, q), **options,
-        )  # fmt: skip
+        inputs = norms | {
+            "cos": rope.cos, "sin": rope.sin, "positions": node.inputs["positions"], "cache": cache,
+        }  # fmt: skip
+        outputs = {"q": cells, "cache": cache}
+        options |= {"eps": qkv.attributes.get("eps", 0.0), "rotary_dim": rope.rotary_dim}
+        if q in self._fused:
+            self._fused[q] = self._fused[q].joined(_Part(inputs=inputs, outputs=outputs, attributes=options))
+            return
+        constants = options | self._cache_attributes(cache, q)
+        self._emit("qk_norm_rope_store", rows, {"qkv": projected} | inputs, outputs, **constants)
 
     def _lower_window_start(self, node: Kernel) -> None:
         first = self._plain_of(node.outputs["first"])
@@ -203,13 +228,17 @@ class _Lowering(Experts):
 
     def _lower_attention(self, node: Kernel) -> None:
         cache, y, q = self._pages(node.inputs["cache"]), node.outputs["y"], node.inputs["q"]
-        operands = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+        operands = {"visible": node.inputs["visible"]}
         if "first" in node.inputs:
             operands["first"] = self._plain_of(node.inputs["first"])
-        self._emit(
-            "attention", y.shape[0], dict(node.inputs) | operands,
-            {"y": self._new_rows(y)}, chunk=ATTENTION_CHUNK, **self._cache_attributes(cache, q),
-        )  # fmt: skip
+        constants: dict[str, Value] = {"chunk": ATTENTION_CHUNK} | self._cache_attributes(cache, q)
+        part = _Part(inputs=operands, outputs={"y": self._new_rows(y)}, attributes=constants)
+        if q in self._fused:
+            op, part = "qkv_attention", self._fused[q].joined(part)
+        else:
+            stored = {"q": self._forms.cells[q, cache.dtype].cells, "cache": cache}
+            op, part = "attention", _Part(inputs=stored, outputs={}, attributes={}).joined(part)
+        self._emit(op, y.shape[0], part.inputs, part.outputs, **part.attributes)
 
     def _lower_hidden_store(self, node: Kernel) -> None:
         hidden, cache = self._forms.rows[node.inputs["hidden"]], node.inputs["cache"]
@@ -241,18 +270,10 @@ class _Lowering(Experts):
 
     def _lower_predict(self, node: Kernel) -> None:
         i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
-        head = self._heads.pop(logits)
         rows, vocab = logits.shape[0], maximum(logits.shape[1])
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
-        stride, tiles = -(-maximum(rows) // 16) * 16, -(-vocab // _native.HEAD_TILE)
         draw = {name: i[name] for name in ("seed", "step", "block_idx")} if not is_greedy else {}
-
-        def tile(dtype: str) -> Buffer:
-            return self._scratch(dtype, (tiles, stride))
-
-        partials = {name: tile("float32") for name in ("tile_max", "tile_sum", "tile_weighted")} | {
-            "tile_argmax": tile("int32")
-        }
+        partials = self._head_partials(logits, is_drawn=not is_greedy and not is_filtered)
         merged = {"max_logit": self._scratch("float32", (rows,))}
         merged |= {name: o[name] for name in ("argmax", "log_sum_exp", "entropy", "argmax_confidence")}
         keys: dict[str, Buffer] = {}
@@ -261,22 +282,12 @@ class _Lowering(Experts):
             sampled = {"sample": self._scratch("int32", (rows,)), "sample_logit": self._scratch("float32", (rows,))}
         if not is_greedy and not is_filtered:
             keys["keys"] = self._scratch("uint8", (rows, _native.GUMBEL_KEY_BYTES))
-            partials |= {
-                "tile_score": tile("float32"),
-                "tile_sample_logit": tile("float32"),
-                "tile_sample": tile("int32"),
-            }
             self._emit("gumbel_keys", rows, draw, keys)
             merged |= sampled
-        written = dict(partials)
-        if is_filtered or len(self._uses[logits]) > 1:
-            written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
-        inputs = {"weight": head.weight, "temperature": i["step_temperature"], "banned": i["banned"]}
-        self._emit(
-            "head_stats", rows, inputs | head.cells.operands() | keys, written, operand=DTYPES[head.cells.dtype],
-            row_stride=stride, max_rows=maximum(rows), **({"softcap": head.cap} if head.cap else {}),
-        )  # fmt: skip
-        self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
+        kept: dict[str, Buffer] = {}
+        if is_filtered or any(use.op == "probabilities" for use, _ in self._uses[logits]):
+            kept["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
+        self._head_statistics(node, partials, keys, merged, kept)
         if is_filtered:
             filters = {name: i[name] for name in ("is_drawn", "top_k", "top_p", "min_p")}
             inputs = {"logits": self._logits[logits], "max_logit": merged["max_logit"]} | filters | draw
@@ -285,6 +296,45 @@ class _Lowering(Experts):
         inputs |= {} if is_greedy else {"is_drawn": i["is_drawn"]}
         names = ("token", "confidence", "is_finite_row", "is_finite")
         self._emit("finish_predict", rows, inputs, {name: o[name] for name in names})
+
+    def _lower_best_other(self, node: Kernel) -> None:
+        """The statistics once more with other ids banned, of which the argmax is all that counts."""
+        logits = node.inputs["logits"]
+        partials = self._head_partials(logits, is_drawn=False)
+        names = ("max_logit", "log_sum_exp", "entropy", "argmax_confidence")
+        merged = {name: self._scratch("float32", logits.shape[:1]) for name in names}
+        self._head_statistics(node, partials, {}, merged | {"argmax": node.outputs["argmax"]}, {})
+
+    def _head_partials(self, logits: Buffer, *, is_drawn: bool) -> dict[str, Buffer]:
+        """Where the statistics of each tile of `logits` go."""
+        stride, tiles = _row_stride(logits), -(-maximum(logits.shape[1]) // _native.HEAD_TILE)
+        types = {"tile_max": "float32", "tile_sum": "float32", "tile_weighted": "float32", "tile_argmax": "int32"}
+        if is_drawn:
+            types |= {"tile_score": "float32", "tile_sample_logit": "float32", "tile_sample": "int32"}
+        return {name: self._scratch(dtype, (tiles, stride)) for name, dtype in types.items()}
+
+    def _head_statistics(
+        self, node: Kernel, partials: Mapping[str, Buffer], keys: Mapping[str, Buffer], merged: Mapping[str, Buffer],
+        kept: Mapping[str, Buffer],
+    ) -> None:  # fmt: skip
+        """Statistics of the logits that `node` reads, tile by tile, then of whole rows.
+
+        Args:
+            partials: what becomes of the tiles.
+            keys: noise of the draw, if there is one.
+            merged: what becomes of the rows.
+            kept: where logits are written, if they are.
+        """
+        logits = node.inputs["logits"]
+        head, rows, vocab = self._heads[logits], logits.shape[0], maximum(logits.shape[1])
+        stride = _row_stride(logits)
+        inputs = {"weight": head.weight, "temperature": node.inputs["step_temperature"]}
+        inputs |= {"banned": node.inputs["banned"]} | head.cells.operands()
+        self._emit(
+            "head_stats", rows, inputs | dict(keys), dict(partials) | dict(kept),
+            operand=DTYPES[head.cells.dtype], row_stride=stride, **({"softcap": head.cap} if head.cap else {}),
+        )  # fmt: skip
+        self._emit("head_merge", rows, partials, merged, vocab=vocab, row_stride=stride)
 
     def _lower_probabilities(self, node: Kernel) -> None:
         probs = node.outputs["probs"]
@@ -299,11 +349,8 @@ class _Lowering(Experts):
     # Loop operations pass through, with the canvas length as a number.
 
     def _lower_publish(self, node: Kernel) -> None:
-        sizes: dict[str, Value] = {f"bytes.{name}": b.num_bytes for name, b in node.inputs.items() if name != URGENT}
         kind = RECORD_KINDS.index(str(node.attributes["kind"]))
-        self._nodes.append(
-            Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind} | sizes)
-        )
+        self._nodes.append(Kernel(op="publish", inputs=node.inputs, outputs=node.outputs, attributes={"kind": kind}))
 
     def _lower_other(self, node: Kernel) -> None:
         """An operation of the loop; of the model's, those that no supported family uses have no kernel."""
@@ -318,3 +365,8 @@ class _Lowering(Experts):
         if "in_block" in node.attributes:
             attributes["is_causal"] = node.attributes["in_block"] == "causal"
         self._nodes.append(Kernel(op=node.op, inputs=node.inputs, outputs=node.outputs, attributes=attributes))
+
+
+def _row_stride(logits: Buffer) -> int:
+    """Rows of a tile's statistics, in whole vectors."""
+    return -(-maximum(logits.shape[0]) // 16) * 16

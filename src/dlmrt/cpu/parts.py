@@ -23,6 +23,7 @@ from dlmrt.program.record import describe_rope
 PAGE_SIZE = 64  # positions of a cache page
 ATTENTION_CHUNK = 4096  # positions whose scores a worker holds at once; up to here the softmax is exact in one piece
 INT4_GROUP = 128
+PANEL = 16  # columns that lie together in a packed weight
 
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4": 4}  # DType of kernels/args.hpp
 OPERANDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "nvfp4": "int8", "int4": "int8"}
@@ -114,8 +115,16 @@ class Parts:
         weight, down = self._pack(inputs["gate"], inputs["up"]), self._pack(inputs["down"])
         width = maximum(inputs["gate"].shape[0])
         gate_up = self._scratch("float32", (rows, weight.shape[0]))
-        self._linear(cells, weight, rows, gate_up, 0)
         product = self._cells_for(rows, width, OPERANDS[down.dtype])
+        if width % PANEL == 0:
+            self._emit(
+                "gated_linear", rows, {"weight": weight} | cells.operands(),
+                {"gate_up": gate_up} | product.operands("product_"), operand=DTYPES[cells.dtype],
+                product_operand=DTYPES[product.dtype], **({"is_gelu": 1} if op == "gelu_mul" else {}),
+            )  # fmt: skip
+            self._linear(product, down, rows, out, accumulate)
+            return
+        self._linear(cells, weight, rows, gate_up, 0)
         self._emit(
             op, rows, {"gate_up": gate_up}, {"gate_up": gate_up} | product.operands(),
             width=width, operand=DTYPES[product.dtype],
@@ -246,8 +255,8 @@ class Parts:
     ) -> None:  # fmt: skip
         """One native node over `rows` rows: a constant, the buffer that holds the number, or None: it knows itself."""
         count = {"rows": rows.count} if isinstance(rows, Rows) else {}
-        if isinstance(rows, int):
-            attributes["rows"] = rows
+        if rows is not None:
+            attributes["max_rows" if count else "rows"] = maximum(rows)
         self._nodes.append(Kernel(op=op, inputs=dict(inputs) | count, outputs=dict(outputs), attributes=attributes))
 
 
@@ -257,9 +266,9 @@ def gate_op(node: Kernel) -> str:
 
 
 def rounded(value: float, dtype: str) -> float:
-    """`value` as a number of `dtype`, which is what a table of that type is multiplied by."""
+    """`value` as a number of `dtype`, which is what a table of that type is multiplied by; int8 stands for bfloat16."""
     bits = int(np.float32(value).view(np.uint32))
-    if dtype == "bfloat16":
+    if dtype in ("bfloat16", "int8"):
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     return float(np.uint32(bits).view(np.float32))
 

@@ -28,7 +28,8 @@ from dlmrt.program.loop import record_types
 from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, maximum
 from dlmrt.program.plan import Plan, plan
 
-Place = int | _native.PackedWeight | _native.Ring  # an address, or an object that owns its memory
+Memory = tuple[int, int]  # address and bytes
+Place = Memory | _native.PackedWeight | _native.Ring  # or an object that owns its memory
 
 RING_SLOTS = 64
 
@@ -190,14 +191,14 @@ class ProgramStore:
             if buffer.kind == "weight":
                 places[buffer] = self._place_of_weight(buffer)
             elif buffer.kind == "scratch":
-                places[buffer] = address(self._arena) + placement.offsets[buffer]
+                places[buffer] = address(self._arena) + placement.offsets[buffer], buffer.num_bytes
             elif buffer.name == "ring":
                 assert ring is not None
                 places[buffer] = ring
             else:
                 memory = self._state(buffer)
                 kept.append(memory)
-                places[buffer] = address(memory)
+                places[buffer] = address(memory), buffer.num_bytes
                 if buffer.kind == "scalar":
                     scalars[buffer.name] = memory.view(np.dtype(buffer.dtype))[:1]
                 elif not buffer.name.startswith(CONTEXT):
@@ -219,11 +220,12 @@ class ProgramStore:
             memory = self._context[buffer.name] = grown
         return memory
 
-    def _place_of_weight(self, buffer: Buffer) -> int | _native.PackedWeight:
-        if buffer.name in self._ropes:
-            return address(self._ropes[buffer.name])
+    def _place_of_weight(self, buffer: Buffer) -> Memory | _native.PackedWeight:
         key = _key(buffer)
-        return self._packed[key] if key in self._packed else address(self._tables[key])
+        if key in self._packed:
+            return self._packed[key]
+        table = self._ropes[buffer.name] if buffer.name in self._ropes else self._tables[key]
+        return address(table), len(table)
 
 
 def _key(buffer: Buffer) -> tuple[str, str, str]:
@@ -237,7 +239,7 @@ def _add(runner: _native.Runner, body: tuple[Node, ...], places: Mapping[Buffer,
             runner.add(node.op, operands, {name: float(value) for name, value in node.attributes.items()})
             continue
         flag = places[node.flag]
-        assert isinstance(flag, int)
+        assert isinstance(flag, tuple)
         (runner.begin_while if isinstance(node, While) else runner.begin_if)(flag)
         _add(runner, node.body, places)
         runner.end()

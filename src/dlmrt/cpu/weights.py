@@ -16,14 +16,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.checkpoint.assemble import ModelWeight
+from dlmrt.checkpoint.assemble import ModelWeight, kept
 from dlmrt.checkpoint.formats import StoredWeight
 from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
 from dlmrt.errors import CheckpointError
 
 KEPT = ("nvfp4", "int8")  # formats whose codes the kernels multiply
-
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # last parts of module names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +56,7 @@ Params = Mapping[str, Param]
 
 def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
     """Name -> format of the matrices that can stay as they are stored."""
-    formats = {name: kind for name, weight in weights.items() if (kind := _format(weight)) in KEPT}
-    return {
-        name: kind for name, kind in formats.items()
-        if all(formats.get(other) == kind for other in _fused_with(name) if other in weights)
-    }  # fmt: skip
+    return kept(weights, KEPT)
 
 
 class FileParams(Mapping[str, Param]):
@@ -85,21 +79,6 @@ class FileParams(Mapping[str, Param]):
 
     def __len__(self) -> int:
         return len(self._weights)
-
-
-def _format(weight: ModelWeight) -> str | None:
-    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
-    pieces = weight.pieces
-    formats = {piece.weight.format for piece in pieces}
-    is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
-    return formats.pop() if is_whole and len(formats) == 1 else None
-
-
-def _fused_with(name: str) -> list[str]:
-    """Names of the matrices that are multiplied together with `name`, itself included."""
-    stem = name.removesuffix(".weight")
-    module, _, last = stem.rpartition(".")
-    return [f"{module}.{other}{name[len(stem) :]}" for group in _FUSED if last in group for other in group]
 
 
 def _floats(tensor: StoredTensor) -> npt.NDArray[np.generic]:

@@ -3,8 +3,9 @@
 Captured are raw streams of our own, through cuda-bindings: a body is captured into the graph of its conditional node
 on a new stream, and the parent stream goes on behind that node. Rules that the driver does not state in its errors:
 
-    condition   set by a kernel right before each node and, for a While, at the end of its body. The handle's default of
-                0 is applied once a launch, so that a forgotten set ends a loop instead of spinning.
+    condition   set right before each node and, for a While, at the end of its body: by the kernel that stands there and
+                computes the flag, or by one of its own. The handle's default of 0 is applied once a launch, so that a
+                forgotten set ends a loop instead of spinning.
     bodies      hold kernels, copies and further conditional nodes only: no allocation, no host node, no event. Every
                 graph is walked after the capture and refused with the kind of the offending node.
     streams     while a body is captured, work on the parent would land behind the node in silence: the body's stream
@@ -71,22 +72,32 @@ class Region:
 Step = Launch | Region
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Condition:
+    """What decides about a conditional node."""
+
+    handle: int  # as a signed number: what Triton and ctypes take
+    flag: Tensor
+
+
 class LoopGraph:
     """A captured program.
 
     Args:
         driver: `cuda.bindings.driver`, or a stand-in for it.
         on_stream: makes a raw stream current for launches.
-        launch: runs one launch on the current stream.
+        launch: runs one launch on the current stream, handing its flag to the condition that is given.
+        is_direct: kernels that compute a flag set the condition themselves.
     """
 
     def __init__(
         self, driver: Any, on_stream: Callable[[int], AbstractContextManager[object]],
-        launch: Callable[[Launch], None] = Launch.run,
+        launch: Callable[[Launch, int | None], None] = Launch.run, *, is_direct: bool = True,
     ) -> None:  # fmt: skip
-        self._driver, self._on_stream, self._launch = driver, on_stream, launch
+        self._driver, self._on_stream, self._launch, self._is_direct = driver, on_stream, launch, is_direct
         self._streams: list[Any] = []  # ours; they live as long as the executable, libraries keep workspaces a stream
         self._capturing: list[Any] = []  # innermost last
+        self._handles: dict[int, Any] = {}  # the driver's own objects, by number
         self._ended: Any = None  # graph of the capture that ended last
         self._image = ctypes.create_string_buffer(SET_CONDITION)
         module = self._check(driver.cuModuleLoadData(ctypes.addressof(self._image)))
@@ -120,26 +131,40 @@ class LoopGraph:
             self._check(driver.cuStreamDestroy(stream))
         self._executable, self.graph, self._streams = None, None, []
 
-    def _record(self, steps: tuple[Step, ...]) -> None:
-        for step in steps:
+    def _record(self, steps: tuple[Step, ...], end: _Condition | None = None) -> None:
+        """Capture `steps`; `end` is the condition of the loop whose body they are, which is set behind them."""
+        condition: _Condition | None = None  # what the launch before this step has set
+        for at, step in enumerate(steps):
             if isinstance(step, Launch):
-                self._launch(step)
+                condition = self._condition_behind(step, steps[at + 1 :], end)
+                self._launch(step, None if condition is None else condition.handle)
                 continue
-            handle = self._new_handle()
-            self._set(handle, step.flag)
-            with self._body(handle, is_loop=step.is_loop):
-                self._record(step.body)
-                if step.is_loop:
-                    self._set(handle, step.flag)
+            if condition is None:
+                condition = self._new_condition(step.flag)
+                self._set(condition)
+            with self._body(condition, is_loop=step.is_loop):
+                self._record(step.body, condition if step.is_loop else None)
+            condition = None
+        if end is not None and condition is None:
+            self._set(end)
+
+    def _condition_behind(self, launch: Launch, rest: tuple[Step, ...], end: _Condition | None) -> _Condition | None:
+        """The condition that reads the flag of `launch` right behind it."""
+        if launch.flag is None or not self._is_direct:
+            return None
+        if rest:
+            is_read = isinstance(rest[0], Region) and rest[0].flag is launch.flag
+            return self._new_condition(launch.flag) if is_read else None
+        return end if end is not None and end.flag is launch.flag else None
 
     @contextmanager
-    def _body(self, handle: Any, *, is_loop: bool) -> Iterator[None]:
+    def _body(self, condition: _Condition, *, is_loop: bool) -> Iterator[None]:
         driver, parent = self._driver, self._capturing[-1]
         kinds = driver.CUgraphConditionalNodeType
         graph, dependencies = self._capture_state(parent)
         params = driver.CUgraphNodeParams()
         params.type = driver.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-        params.conditional.handle = handle
+        params.conditional.handle = self._handles[condition.handle]
         params.conditional.type = kinds.CU_GRAPH_COND_TYPE_WHILE if is_loop else kinds.CU_GRAPH_COND_TYPE_IF
         params.conditional.size = 1
         params.conditional.ctx = self._check(driver.cuCtxGetCurrent())
@@ -178,13 +203,16 @@ class LoopGraph:
         self._streams.append(stream)
         return stream
 
-    def _new_handle(self) -> Any:
+    def _new_condition(self, flag: Tensor) -> _Condition:
         graph, _ = self._capture_state(self._capturing[-1])
         context = self._check(self._driver.cuCtxGetCurrent())
-        return self._check(self._driver.cuGraphConditionalHandleCreate(graph, context, 0, 1))
+        handle = self._check(self._driver.cuGraphConditionalHandleCreate(graph, context, 0, 1))
+        number = int(handle) - (1 << 64 if int(handle) >= 1 << 63 else 0)
+        self._handles[number] = handle
+        return _Condition(handle=number, flag=flag)
 
-    def _set(self, handle: Any, flag: Tensor) -> None:
-        values = ((int(handle), flag.data_ptr()), (ctypes.c_uint64, ctypes.c_void_p))
+    def _set(self, condition: _Condition) -> None:
+        values = ((condition.handle, condition.flag.data_ptr()), (ctypes.c_int64, ctypes.c_void_p))
         stream = self._capturing[-1]
         self._check(self._driver.cuLaunchKernel(self._set_condition, 1, 1, 1, 1, 1, 1, 0, stream, values, 0))
 

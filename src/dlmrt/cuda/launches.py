@@ -1,7 +1,8 @@
 """Kernel nodes -> launches: which Triton kernel, over which grid, with which constants.
 
 A launch is bound once: its grid covers the largest number of rows, its arguments are tensors whose addresses never
-change. Running it again is one call without any decision, which is what a graph captures.
+change. Running it again is one call without any decision, which is what a graph captures. A kernel that computes a flag
+of the loop can set the condition of a graph to it in the same launch.
 
 Source: ours.
 """
@@ -19,12 +20,19 @@ from torch import Tensor
 
 from dlmrt.cuda import tiles
 from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
-from dlmrt.cuda.weights import Packed
+from dlmrt.cuda.kernels.condition import LIBRARIES
+from dlmrt.cuda.weights import PACKED, Packed
 from dlmrt.program.nodes import Buffer, Kernel, Value, maximum
 from dlmrt.program.record import URGENT
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 Place = Tensor | Packed
+
+FLAGS = {  # operations that compute the flag of a While or If, and its name
+    "start_request": "more_prefill", "finish_chunk": "more_prefill", "start_block": "more_steps",
+    "check_first": "is_first_open", "all_finite": "is_finite", "propose_edits": "needs_other",
+    "settle": "is_continued", "finish_step": "more_steps", "close_block": "needs_commit", "bound_launch": "goes_on",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,15 +44,21 @@ class Launch:
     grid: tuple[int, ...]
     arguments: Mapping[str, Any]
     options: Mapping[str, Any] = field(default_factory=dict)  # num_warps, num_stages
+    flag: Tensor | None = None  # int32 of a While or If that the kernel computes
 
-    def run(self) -> None:
-        """Launch on the current stream."""
-        self.kernel[self.grid](**self.arguments, **self.options)
+    def run(self, handle: int | None = None) -> None:
+        """Launch on the current stream; with `handle`, also set this condition of a graph to `flag`."""
+        self.kernel[self.grid](**self.arguments, **self.options, **self.condition(handle))
 
-    def prepare(self) -> None:
+    def prepare(self, *, sets_condition: bool = False) -> None:
         """Compile and load the kernel, so that a capture finds it ready."""
         if isinstance(self.kernel, triton.runtime.JITFunction):
-            self.kernel.warmup(**self.arguments, **self.options, grid=self.grid)._init_handles()
+            condition = self.condition(0 if sets_condition else None)
+            self.kernel.warmup(**self.arguments, **self.options, **condition, grid=self.grid)._init_handles()
+
+    def condition(self, handle: int | None) -> dict[str, Any]:
+        """Arguments and options with which a kernel that computes a flag sets the condition `handle`."""
+        return {} if handle is None else {"handle": handle, "SETS": True, "extern_libs": LIBRARIES}
 
 
 class Bound:
@@ -84,12 +98,17 @@ class Bound:
         """An attribute that every node of this operation has."""
         return self.node.attributes[name]
 
+    def is_nvfp4(self, role: str) -> bool:
+        """Whether an operand is there in NVFP4, which is the only use of bytes among operands."""
+        return self.has(role) and self.buffers[role].dtype == "uint8"
+
     def launch(
         self, kernel: Any, grid: tuple[int, ...], *, num_warps: int = 4, num_stages: int = 2, **arguments: Any
     ) -> Launch:
         """This node as a launch of `kernel`."""
         options = {"num_warps": num_warps, "num_stages": num_stages}
-        return Launch(op=self.node.op, kernel=kernel, grid=grid, arguments=arguments, options=options)
+        flag = arguments[FLAGS[self.node.op]] if self.node.op in FLAGS else None
+        return Launch(op=self.node.op, kernel=kernel, grid=grid, arguments=arguments, options=options, flag=flag)
 
 
 def bind(node: Kernel, places: Mapping[Buffer, Place], *, capability: int) -> Launch:
@@ -103,28 +122,30 @@ def compute_type(values: Tensor) -> Any:
     return tl.float32 if values.dtype == torch.float32 else tl.bfloat16
 
 
-def _matmul(b: Bound) -> Launch:
+def _weight(b: Bound) -> dict[str, Any]:
+    """Arguments for a weight in any format."""
     weight: Packed = b.place("weight")
+    kept = b.buffers["weight"].dtype
+    return {
+        "weight": weight.values, "scales": weight.values if weight.scales is None else weight.scales,
+        "shared": weight.values if weight.shared is None else weight.shared, "BLOCK": weight.scale_block,
+        "FORMAT": kept if kept in PACKED else "float", "CDT": compute_type(b.place("x")),
+        "num_warps": 8 if kept == "nvfp4" else 4, "num_stages": 3,
+    }  # fmt: skip
+
+
+def _matmul(b: Bound) -> Launch:
     n, k = b.size("weight", 0), b.size("weight", 1)
     splits, rows_at_most = b.size("part", 0), b.size("part", 1)
-    step = tiles.tile_k(b.buffers["weight"].dtype)
-    row_tile = tiles.row_tile(rows_at_most)
-    grid = (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), splits)
-    common = {
-        "x": b.place("x"), "part": b.place("part"), "rows": b.place("rows"), "M": rows_at_most, "N": n, "K": k,
-        "PER": tiles.per_split(k, splits, step), "BM": row_tile, "BN": tiles.TILE_N, "BK": step,
-        "CDT": compute_type(b.place("x")),
-    }  # fmt: skip
-    if b.node.op == "matmul":
-        return b.launch(matmul.matmul, grid, num_stages=3, weight=weight.values, **common)
-    if b.node.op == "matmul_fp8":
-        block = 0 if weight.scale_block == 0 else weight.scale_block
-        return b.launch(
-            matmul.matmul_fp8, grid, num_stages=3, weight=weight.values, scales=weight.scales, BLOCK=block, **common
-        )
+    step, row_tile = tiles.tile_k(b.buffers["weight"].dtype), tiles.row_tile(rows_at_most)
+    kernel, columns, weight = matmul.matmul, tiles.TILE_N, _weight(b)
+    if b.is_nvfp4("x"):
+        kernel, columns = matmul.matmul_nvfp4_both, tiles.SCALED_TILE_N
+        weight = {name: weight[name] for name in ("weight", "scales", "shared")}
     return b.launch(
-        matmul.matmul_nvfp4, grid, num_warps=8, num_stages=3, codes=weight.values, block_scales=weight.scales,
-        shared=weight.shared, **common,
+        kernel, (-(-n // columns), -(-rows_at_most // row_tile), splits), x=b.place("x"), part=b.place("part"),
+        rows=b.place("rows"), M=rows_at_most, N=n, K=k, PER=tiles.per_split(k, splits, step), BM=row_tile, BN=columns,
+        BK=step, **weight,
     )  # fmt: skip
 
 
@@ -138,13 +159,14 @@ def _embed(b: Bound) -> Launch:
 
 
 def _sum_rows(b: Bound) -> Launch:
-    width, block = b.size("y", 1), min(1024, tiles.power_of_two(b.size("y", 1)))
+    width = b.size("x" if b.has("x") else "part", -1)
+    block = min(1024, tiles.power_of_two(width))
     factor = b.place("factor").values if b.has("factor") else b.place("y")
     return b.launch(
         rows.sum_rows, (b.size("y", 0), -(-width // block)), x=b.pointer("x", "part"), part=b.pointer("part", "y"),
         factor=factor, y=b.place("y"), rows=b.place("rows"), M=b.size("y", 0), scale=float(b.number("scale", 1.0)),
         cap=float(b.number("cap")), D=width, BD=block, S=_splits(b), HAS_X=b.has("x"), HAS_FACTOR=b.has("factor"),
-        HAS_CAP=b.number("cap") > 0,
+        HAS_CAP=b.number("cap") > 0, NVFP4=b.is_nvfp4("y"),
     )  # fmt: skip
 
 
@@ -157,17 +179,18 @@ def _norm(b: Bound) -> Launch:
         total=b.pointer("total", role), y=b.pointer("y", role), operand=b.pointer("operand", role),
         rows=b.place("rows"), M=rows_at_most, eps=b.number("eps"), D=width, DP=tiles.power_of_two(width),
         S=_splits(b), HAS_X=b.has("x"), HAS_WEIGHT=b.has("weight"), HAS_TOTAL=b.has("total"), HAS_Y=b.has("y"),
-        HAS_OPERAND=b.has("operand"), num_warps=_warps(width),
+        HAS_OPERAND=b.has("operand"), NVFP4=b.is_nvfp4("operand"), num_warps=_warps(width),
     )  # fmt: skip
 
 
 def _gate(b: Bound) -> Launch:
-    rows_at_most, width = b.size("operand", 0), b.size("operand", 1)
+    rows_at_most, width = b.size("operand", 0), b.size("part", 2) // 2
     block = min(1024, tiles.power_of_two(width))
     return b.launch(
         rows.gate, (rows_at_most, -(-width // block)), part=b.place("part"), operand=b.place("operand"),
         rows=b.place("rows"), M=rows_at_most, F=width, BF=block, S=_splits(b),
         IS_GELU=b.attribute("activation") == "gelu_tanh", ENTRIES=b.number("entries", 1),
+        NVFP4=b.is_nvfp4("operand"),
     )  # fmt: skip
 
 
@@ -199,7 +222,7 @@ def _attention(b: Bound) -> Launch:
         visible=b.place("visible"), first=b.pointer("first", "visible"), acc_out=b.place("acc"),
         lse_out=b.place("lse"), rows=b.place("rows"), M=rows_at_most, scale=b.number("scale"), N=num_heads,
         G=num_kv_heads, H=head_dim, HP=width, CHUNK=b.attribute("chunk"), BR=row_tile, BC=positions,
-        HAS_FIRST=b.has("first"), CDT=compute_type(b.place("q")), num_warps=4 if width <= 128 else 8,
+        HAS_FIRST=b.has("first"), CDT=compute_type(b.place("q")), num_warps=4 if width <= 64 else 8,
     )  # fmt: skip
 
 
@@ -208,7 +231,7 @@ def _attention_merge(b: Bound) -> Launch:
     return b.launch(
         attention.attention_merge, (rows_at_most, num_heads), acc_in=b.place("acc"), lse_in=b.place("lse"),
         y=b.place("y"), rows=b.place("rows"), M=rows_at_most, N=num_heads, H=head_dim,
-        HP=tiles.power_of_two(head_dim), J=chunks, JP=tiles.power_of_two(chunks), num_warps=1,
+        HP=tiles.power_of_two(head_dim), J=chunks, JP=tiles.power_of_two(chunks), NVFP4=b.is_nvfp4("y"), num_warps=1,
     )  # fmt: skip
 
 
@@ -259,13 +282,12 @@ def _list_rows(b: Bound) -> Launch:
 
 def _matmul_experts(b: Bound) -> Launch:
     num_experts, n, k = (b.size("weight", axis) for axis in range(3))
-    rows_at_most = b.size("lists", 1)
+    rows_at_most, step = b.size("lists", 1), tiles.tile_k(b.buffers["weight"].dtype)
     row_tile = tiles.row_tile(rows_at_most, most=16)
     return b.launch(
         moe.matmul_experts, (-(-n // tiles.TILE_N), -(-rows_at_most // row_tile), num_experts), x=b.place("x"),
-        weight=b.place("weight").values, out=b.place("out"), lists=b.place("lists"), counts=b.place("counts"),
-        M=rows_at_most, N=n, KD=k, K=b.attribute("top_k"), BM=row_tile, BN=tiles.TILE_N, BK=tiles.TILE_K,
-        IS_ROW=b.attribute("is_row"), CDT=compute_type(b.place("x")), num_stages=3,
+        out=b.place("out"), lists=b.place("lists"), counts=b.place("counts"), M=rows_at_most, N=n, KD=k,
+        K=b.attribute("top_k"), BM=row_tile, BN=tiles.TILE_N, BK=step, IS_ROW=b.attribute("is_row"), **_weight(b),
     )  # fmt: skip
 
 
@@ -382,7 +404,7 @@ def _pack_record(b: Bound) -> Launch:
 
 def _publish(b: Bound) -> Launch:
     control = b.place("ring")
-    return b.launch(ring.publish, (1,), control=control, IS_DEVICE=control.device.type == "cuda", num_warps=1)
+    return b.launch(ring.publish, (1,), control=control, IS_DEVICE=control.device.type != "cpu", num_warps=1)
 
 
 def _loop_operation(b: Bound) -> Launch:
@@ -401,7 +423,9 @@ def _loop_operation(b: Bound) -> Launch:
         chunk = int(b.number("chunk"))
         constants |= {"CHUNK": chunk, "CP": tiles.power_of_two(chunk)}
     for name, attribute in (("ALIGN", "align"), ("BLOCK", "block"), ("MASK", "mask_token_id"), ("VALUE", "value"),
-                            ("IS_STICKY", "is_sticky"), ("HAS_RANGE", "is_schedule")):  # fmt: skip
+                            ("NUM_STEPS", "num_steps"), ("VOCAB", "vocab_size"), ("DELETE", "delete_token_id"),
+                            ("SPLIT", "split_token_id"), ("IS_STICKY", "is_sticky"),
+                            ("HAS_RANGE", "is_schedule")):  # fmt: skip
         if attribute in attributes:
             constants[name] = attributes[attribute]
     if "in_block" in attributes:
@@ -426,7 +450,7 @@ def _warps(width: int) -> int:
 
 
 _BINDERS: dict[str, Callable[[Bound], Launch]] = {
-    "matmul": _matmul, "matmul_fp8": _matmul, "matmul_nvfp4": _matmul, "embed": _embed, "sum_rows": _sum_rows,
+    "matmul": _matmul, "embed": _embed, "sum_rows": _sum_rows,
     "norm": _norm, "gate": _gate, "qk_norm_rope_store": _qk_norm_rope_store, "attention": _attention,
     "attention_merge": _attention_merge, "residual_add": _residual_add, "hidden_store": _hidden_store,
     "shift": _shift, "head_stats": _head_stats, "head_merge": _head_merge, "all_finite": _all_finite,

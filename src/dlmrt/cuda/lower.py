@@ -17,16 +17,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from dlmrt.cuda.tiles import TILE_SOFT, TILE_V, chunk_length, num_splits, tile_k
+from dlmrt.cuda.tiles import PACKED_TILE_K, TILE_SOFT, TILE_V, chunk_length, num_splits, power_of_two, tile_k
 from dlmrt.models.config import ModelConfig, RopeConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
 from dlmrt.program.record import describe_rope
-from dlmrt.program.signatures import LOOP_OPS, signature
+from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
 
-MATMULS = {"float32": "matmul", "bfloat16": "matmul", "fp8": "matmul_fp8", "nvfp4": "matmul_nvfp4"}
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
@@ -56,9 +55,13 @@ def operand_type(weight_dtype: str) -> str:
     return "float32" if weight_dtype == "float32" else "bfloat16"
 
 
-def lower(program: Program, config: ModelConfig) -> Lowered:
-    """Lower `program`, which was recorded for `config`."""
-    lowering = _Lowering(program, config)
+def lower(program: Program, config: ModelConfig, *, has_nvfp4_operands: bool = False) -> Lowered:
+    """Lower `program`, which was recorded for `config`.
+
+    Args:
+        has_nvfp4_operands: NVFP4 matrices, experts excepted, multiply operands in NVFP4 instead of bfloat16.
+    """
+    lowering = _Lowering(program, config, has_nvfp4_operands=has_nvfp4_operands)
     body = lowering.body(program.body)
     return Lowered(program=Program(name=f"{program.name} (cuda)", body=body), sources=lowering.sources)
 
@@ -86,8 +89,8 @@ def bounded(program: Program) -> Program:
 
 
 class _Lowering:
-    def __init__(self, program: Program, config: ModelConfig) -> None:
-        self.config = config
+    def __init__(self, program: Program, config: ModelConfig, *, has_nvfp4_operands: bool) -> None:
+        self.config, self._has_nvfp4_operands = config, has_nvfp4_operands
         self.sources: dict[Buffer, tuple[Buffer, ...]] = {}
         self._packed: dict[tuple[Buffer, ...], Buffer] = {}
         self._named: dict[str, Buffer] = {}
@@ -134,8 +137,7 @@ class _Lowering:
 
     def _lower_residual_mix(self, node: Kernel) -> None:
         i, x = node.inputs, self._rows_of(node.inputs["x"])
-        dtype = operand_type(i["gate"].dtype)
-        normed = self._scratch(dtype, x.shape)
+        normed = self._operand_scratch(self._operand_type(i["gate"]), x.shape)
         self._emit(
             "norm", x.shape[0], {"x": i["z"], "weight": i["norm"]}, {"operand": normed}, eps=node.attributes["eps"]
         )
@@ -157,12 +159,12 @@ class _Lowering:
         if "weight" in node.inputs:
             inputs["weight"] = node.inputs["weight"]
         made = self._forms.setdefault(y, _Forms())
-        for dtype in sorted({self._operand_of(use, role) for use, role in self._uses[y]}):
-            if dtype == "rows":
-                made.rows = outputs["y"] = self._output_or_scratch(y)
-            else:
-                assert "operand" not in outputs, "one type of operand a value"
-                made.operands[dtype] = outputs["operand"] = self._scratch(dtype, y.shape)
+        wanted = {self._operand_of(use, role) for use, role in self._uses[y]}
+        types = sorted(wanted - {"rows"})
+        if "rows" in wanted or len(types) > 1:  # a second type of operand is made of the rows
+            made.rows = outputs["y"] = self._output_or_scratch(y)
+        if types:
+            made.operands[types[0]] = outputs["operand"] = self._operand_scratch(types[0], y.shape)
         self._emit("norm", y.shape[0], inputs, outputs, eps=node.attributes["eps"])
 
     def _lower_add(self, node: Kernel) -> None:
@@ -181,7 +183,7 @@ class _Lowering:
 
     def _lower_linear(self, node: Kernel) -> None:
         y, weight = node.outputs["y"], self._pack(node.inputs["weight"])
-        operand = self._operand(node.inputs["x"], operand_type(weight.dtype))
+        operand = self._operand(node.inputs["x"], self._operand_type(weight))
         if any(use.op in ("predict", "soft_cap") for use, _ in self._uses[y]):
             self._heads[y] = operand, weight, 0.0
             return
@@ -191,14 +193,14 @@ class _Lowering:
         operand, weight, _ = self._heads.pop(node.inputs["logits"])
         y, cap = node.outputs["y"], node.attributes["cap"]
         assert isinstance(cap, float)
-        if any(use.op == "predict" for use, _ in self._uses[y]):
+        if any(use.op in HEAD_OPS for use, _ in self._uses[y]):
             self._heads[y] = operand, weight, cap
         else:
             self._forms[y] = _Forms(sum_of=(None, self._matmul(operand, weight, y.shape[0])), cap=cap)
 
     def _lower_gated_mlp(self, node: Kernel) -> None:
         i, y = node.inputs, node.outputs["y"]
-        operand = self._operand(i["x"], operand_type(i["gate"].dtype))
+        operand = self._operand(i["x"], self._operand_type(i["gate"]))
         part = self._mlp(operand, i, y.shape[0], node.attributes["activation"])
         self._forms[y] = _Forms(sum_of=(None, part))
 
@@ -213,7 +215,7 @@ class _Lowering:
         self._project(node, self._pack(*(node.inputs[name] for name in ("wq", "wk", "wv"))))
 
     def _project(self, node: Kernel, weight: Buffer) -> None:
-        operand = self._operand(node.inputs["x"], operand_type(weight.dtype))
+        operand = self._operand(node.inputs["x"], self._operand_type(weight))
         part = self._matmul(operand, weight, node.outputs["q"].shape[0])
         self._projections[node.outputs["k"]] = node, part
 
@@ -247,9 +249,13 @@ class _Lowering:
             "attention", rows, {"q": self._operand(q, operand_type(cache.dtype)), "cache": cache} | inputs,
             {"acc": means, "lse": sums}, scale=scale, chunk=chunk,
         )  # fmt: skip
-        operand = self._scratch(self._operand_of(*self._uses[y][0]), y.shape)
-        self._forms[y] = _Forms(operands={operand.dtype: operand})
-        self._emit("attention_merge", rows, {"acc": means, "lse": sums}, {"y": operand})
+        dtype, is_whole = self._operand_of(*self._uses[y][0]), power_of_two(maximum(head_dim)) == head_dim
+        if dtype == "nvfp4" and not is_whole:  # one head's numbers would be written with the next one's
+            merged = self._new_rows(y)
+        else:
+            merged = self._operand_scratch(dtype, y.shape)
+            self._forms[y] = _Forms(operands={dtype: merged})
+        self._emit("attention_merge", rows, {"acc": means, "lse": sums}, {"y": merged})
 
     def _lower_window_start(self, node: Kernel) -> None:
         self._emit("window_start", node.outputs["first"].shape[0], node.inputs, node.outputs, **node.attributes)
@@ -287,14 +293,14 @@ class _Lowering:
         rows, top_k = i["experts"].shape[0], maximum(i["experts"].shape[1])
         entries = maximum(rows) * top_k
         gate_up, down = self._pack(i["gate"], i["up"]), self._pack(i["down"])
-        operand = self._operand(i["x"], operand_type(gate_up.dtype))
+        operand = self._operand(i["x"], self._operand_type(gate_up))
         num_experts, width, out = maximum(i["gate"].shape[0]), maximum(i["gate"].shape[1]), maximum(y.shape[1])
         lists = {"lists": self._scratch("int32", (num_experts, rows)), "counts": self._scratch("int32", (num_experts,))}
         self._emit("list_rows", rows, {"experts": i["experts"]}, lists)
         both = self._scratch("float32", (1, entries, 2 * width))
         self._emit("matmul_experts", rows, {"x": operand, "weight": gate_up} | lists, {"out": both}, top_k=top_k,
                    is_row=True)  # fmt: skip
-        product = self._scratch(operand_type(down.dtype), (entries, width))
+        product = self._operand_scratch(self._operand_type(down), (entries, width))
         activation = node.attributes["activation"]
         self._emit("gate", rows, {"part": both}, {"operand": product}, activation=activation, entries=top_k)
         parts = self._scratch("float32", (1, entries, out))
@@ -338,7 +344,7 @@ class _Lowering:
 
     def _lower_predict(self, node: Kernel) -> None:
         i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
-        operand, weight, cap = self._heads.pop(logits)
+        operand, weight, cap = self._heads[logits]
         rows, vocab = logits.shape[0], maximum(logits.shape[1])
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
         is_sampled = not is_greedy and not is_filtered
@@ -352,7 +358,7 @@ class _Lowering:
             for name in names
         }
         written = dict(partials)
-        if is_filtered or len(self._uses[logits]) > 1:
+        if is_filtered or any(use.op == "probabilities" for use, _ in self._uses[logits]):
             written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
         inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
         self._emit("head_stats", rows, inputs | (draw if is_sampled else {}), written, cap=cap)
@@ -370,6 +376,20 @@ class _Lowering:
                 {"token": o["token"], "confidence": o["confidence"]},
             )  # fmt: skip
         self._emit("all_finite", rows, {"is_finite_row": o["is_finite_row"]}, {"is_finite": o["is_finite"]})
+
+    def _lower_best_other(self, node: Kernel) -> None:
+        """The statistics once more with other ids banned, of which the argmax is all that counts."""
+        i, logits = node.inputs, node.inputs["logits"]
+        operand, weight, cap = self._heads[logits]
+        rows, tiles = logits.shape[0], -(-maximum(logits.shape[1]) // TILE_V)
+        types = {"tile_max": "float32", "tile_sum": "float32", "tile_weighted": "float32", "tile_argmax": "int32"}
+        partials = {name: self._scratch(dtype, (tiles, rows)) for name, dtype in types.items()}
+        inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
+        self._emit("head_stats", rows, inputs, partials, cap=cap)
+        names = ("argmax_confidence", "confidence", "entropy", "log_sum_exp", "max_logit")
+        merged = {name: self._scratch("float32", (rows,)) for name in names}
+        merged |= {"token": self._scratch("int32", (rows,)), "is_finite_row": self._scratch("bool", (rows,))}
+        self._emit("head_merge", rows, partials, merged | {"argmax": node.outputs["argmax"]})
 
     def _lower_probabilities(self, node: Kernel) -> None:
         """Not computed: the soft embedding takes them from the logits."""
@@ -399,14 +419,14 @@ class _Lowering:
         """Partial sums of down(act(gate x) * up x)."""
         down = self._pack(inputs["down"])
         part = self._matmul(operand, self._pack(inputs["gate"], inputs["up"]), rows)
-        product = self._scratch(operand_type(down.dtype), (rows, maximum(inputs["gate"].shape[0])))
+        product = self._operand_scratch(self._operand_type(down), (rows, maximum(inputs["gate"].shape[0])))
         self._emit("gate", rows, {"part": part}, {"operand": product}, activation=activation)
         return self._matmul(product, down, rows)
 
     def _matmul(self, operand: Buffer, weight: Buffer, rows: Dim) -> Buffer:
         n, k = map(maximum, weight.shape)
         part = self._scratch("float32", (num_splits(n, k, tile_k(weight.dtype)), rows, n))
-        self._emit(MATMULS[weight.dtype], rows, {"x": operand, "weight": weight}, {"part": part})
+        self._emit("matmul", rows, {"x": operand, "weight": weight}, {"part": part})
         return part
 
     def _take_sum(self, forms: _Forms) -> dict[str, Buffer]:
@@ -431,7 +451,7 @@ class _Lowering:
         forms = self._forms.setdefault(value, _Forms(rows=value))
         if dtype not in forms.operands:
             rows = self._rows_of(value)
-            forms.operands[dtype] = self._scratch(dtype, value.shape)
+            forms.operands[dtype] = self._operand_scratch(dtype, value.shape)
             self._emit("sum_rows", value.shape[0], {"x": rows}, {"y": forms.operands[dtype]})
         return forms.operands[dtype]
 
@@ -440,7 +460,19 @@ class _Lowering:
         if (use.op, role) not in _MATRIX_INPUTS:
             return "rows"
         weight = next(use.inputs[name] for name in ("weight", "wq", "gate") if name in use.inputs)
-        return operand_type(weight.dtype)
+        return self._operand_type(weight)
+
+    def _operand_type(self, weight: Buffer) -> str:
+        """Type of operand that `weight` is multiplied with; NVFP4 where its blocks fill the tiles."""
+        is_matrix = len(weight.shape) == 2 and weight.dtype == "nvfp4" and not maximum(weight.shape[1]) % PACKED_TILE_K
+        return "nvfp4" if is_matrix and self._has_nvfp4_operands else operand_type(weight.dtype)
+
+    def _operand_scratch(self, dtype: str, shape: tuple[Dim, ...]) -> Buffer:
+        """Scratch of an operand; in NVFP4 codes and block scales are bytes behind each other."""
+        if dtype != "nvfp4":
+            return self._scratch(dtype, shape)
+        width = maximum(shape[1])
+        return self._scratch("uint8", (shape[0], width // 2 + width // 16))
 
     def _waiting(self) -> list[Buffer]:
         return [value for value, forms in self._forms.items() if forms.sum_of is not None]

@@ -70,10 +70,14 @@ class ProgramStore:
     Args:
         params: the checkpoint's tensors; kept only while weights are being fused.
         mode: how loops run, a name of `dlmrt.cuda.runners.MODES`.
+        has_nvfp4_operands: as in `dlmrt.cuda.lower.lower`.
     """
 
-    def __init__(self, config: ModelConfig, params: Params, *, device: torch.device, mode: str) -> None:
+    def __init__(
+        self, config: ModelConfig, params: Params, *, device: torch.device, mode: str, has_nvfp4_operands: bool = False
+    ) -> None:
         self.config, self.device, self.mode = config, device, mode
+        self._has_nvfp4_operands = has_nvfp4_operands
         self.capacity = 0  # positions that the context holds
         major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         self._capability = 10 * major + minor
@@ -94,7 +98,7 @@ class ProgramStore:
         """The program called `key`, recorded and bound at its first use."""
         if key not in self._programs:
             recorded = record()
-            lowered = lower(recorded, self.config)
+            lowered = lower(recorded, self.config, has_nvfp4_operands=self._has_nvfp4_operands)
             types = record_types(recorded)
             if types:
                 lowered = Lowered(program=bounded(lowered.program), sources=lowered.sources)
@@ -134,7 +138,8 @@ class ProgramStore:
         assert self._params is not None, f"{name} is asked for after the weights were loaded"
         family = family_of(self.config)
         is_tied = name == family.HEAD and self.config.tie_word_embeddings
-        return self._params[family.EMBEDDING if is_tied else name]
+        param = self._params[family.EMBEDDING if is_tied else name]
+        return Packed(values=param) if isinstance(param, Tensor) else param
 
     def _bind(self, program: Program, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> DeviceProgram:
         buffers = program.buffers()

@@ -13,7 +13,7 @@ Source: ours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -21,11 +21,12 @@ import torch
 
 from dlmrt.cuda.graph import MIN_DRIVER, LoopGraph, Region, Step
 from dlmrt.cuda.launches import Launch
+from dlmrt.env import CUDA_GRAPHS
 from dlmrt.errors import DeviceError
 
 logger = logging.getLogger(__name__)
 
-MODES = ("loop", "step", "off")
+MODES = CUDA_GRAPHS
 
 
 class Runner(Protocol):
@@ -65,15 +66,20 @@ class PieceGraphs:
 
 
 class WholeGraph:
-    """Mode `loop`."""
+    """Mode `loop`.
+
+    Args:
+        is_direct: kernels that compute a flag set the graph's condition themselves, where the driver can load such.
+    """
 
     mode = "loop"
 
-    def __init__(self, steps: tuple[Step, ...]) -> None:
+    def __init__(self, steps: tuple[Step, ...], *, is_direct: bool = True) -> None:
         driver = loop_driver()
         prepare(steps)
+        self.is_direct = is_direct and _can_set_conditions(steps)
         torch.cuda.synchronize()
-        self._graph = LoopGraph(driver, _on_raw_stream)
+        self._graph = LoopGraph(driver, _on_raw_stream, is_direct=self.is_direct)
         self._graph.capture(steps)
 
     def run(self) -> None:
@@ -114,11 +120,28 @@ def loop_driver() -> Any:
 
 def prepare(steps: tuple[Step, ...]) -> None:
     """Compile and load every kernel."""
+    for launch in _launches(steps):
+        launch.prepare()
+
+
+def _can_set_conditions(steps: tuple[Step, ...]) -> bool:
+    """Compile and load the kernels that set conditions; whether the driver takes them."""
+    try:
+        for launch in _launches(steps):
+            if launch.flag is not None:
+                launch.prepare(sets_condition=True)
+    except Exception as error:  # Triton raises what it likes; a kernel of its own sets each condition then
+        logger.warning("conditions of the loop are set by kernels of their own: %s", error)
+        return False
+    return True
+
+
+def _launches(steps: tuple[Step, ...]) -> Iterator[Launch]:
     for step in steps:
         if isinstance(step, Launch):
-            step.prepare()
+            yield step
         else:
-            prepare(step.body)
+            yield from _launches(step.body)
 
 
 def _walk(steps: tuple[Any, ...], run: Callable[[Any], None]) -> None:

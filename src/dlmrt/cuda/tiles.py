@@ -11,6 +11,7 @@ from __future__ import annotations
 TILE_K = 64  # inputs a projection reads at once; 128 for packed formats, whose scale blocks must not be cut
 PACKED_TILE_K = 128
 TILE_N = 64
+SCALED_TILE_N = 128  # of block-scaled products: with fewer rows sm_100 has no instruction for them
 TILE_V = 128  # ids of one tile of the head
 TILE_SOFT = 64  # ids that a soft embedding reads at once
 MIN_PROGRAMS = 264  # two for each of 132 multiprocessors

@@ -47,6 +47,7 @@ from dlmrt.errors import (
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.models.typed import shown
+from dlmrt.parallel.ranks import EXECUTOR as PARALLEL
 from dlmrt.types import (
     Assignable,
     CanvasEvent,
@@ -69,6 +70,7 @@ EXECUTORS: dict[str, tuple[str, str, str]] = {
     "cuda": ("dlmrt.cuda.executor", "triton", "pip install 'dlmrt[cuda]'"),
     "cpu": ("dlmrt.cpu.executor", "dlmrt.cpu._native", "install dlmrt from a wheel, or with a C++17 compiler at hand"),
     "eager": ("dlmrt.eager.executor", "torch", "pip install 'dlmrt[train]'"),
+    PARALLEL: ("dlmrt.parallel.lead", "torch", "pip install 'dlmrt[train]'"),
 }
 
 AUTO = ("cpu", "eager")  # in the order in which "auto" tries them; cuda joins when it has run on a GPU (docs/gpu.md)
@@ -108,6 +110,14 @@ def make_denoiser(checkpoint: Checkpoint, *, executor: str, dtype: str, num_thre
         return cast(Denoiser, loaded)
     _, package, way = EXECUTORS[names[-1]]
     raise MissingDependencyError(f"executor {names[-1]!r} needs {package}, not installed; {way}")
+
+
+def open_model(
+    name_or_path: str | Path, *, revision: str | None = None, adapter: str | Path | None = None
+) -> Checkpoint:
+    """Open a model by embedded name, folder or hub id, with a residual adapter laid over it if one is given."""
+    checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
+    return checkpoint if adapter is None else with_adapter(checkpoint, open_adapter(Path(adapter)))
 
 
 def with_stop_tokens(config: ModelConfig, codec: TextCodec) -> ModelConfig:
@@ -164,9 +174,7 @@ class Engine:
             revision: branch, tag or commit of a hub repository.
             adapter: folder of a residual adapter that was trained on this model (`dlmrt.checkpoint.adapter`).
         """
-        checkpoint = open_checkpoint(resolve_model(name_or_path, revision=revision))
-        if adapter is not None:
-            checkpoint = with_adapter(checkpoint, open_adapter(Path(adapter)))
+        checkpoint = open_model(name_or_path, revision=revision, adapter=adapter)
         codec = TextCodec.from_folder(checkpoint.folder)
         denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
         return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
@@ -233,7 +241,8 @@ class Engine:
 
     def generate(
         self, prompt: Prompt, config: DecodeConfig | None = None, *, record: bool = False,
-        cancel: threading.Event | None = None, observe: Callable[[Event], None] | None = None, **overrides: Any,
+        cancel: threading.Event | None = None, observe: Callable[[Event], None] | None = None,
+        template_options: Mapping[str, Any] | None = None, **overrides: Any,
     ) -> GenerateResult:  # fmt: skip
         """Answer one prompt.
 
@@ -242,6 +251,7 @@ class Engine:
             record: keep every state, whole blocks and log-probabilities in `GenerateResult.record`.
             cancel: set it from another thread to end this request.
             observe: gets every event of the loop, states with the residual they consumed; arrays are its to keep.
+            template_options: of messages, what the chat template reads, e.g. ``{"enable_thinking": False}``.
             overrides: fields of DecodeConfig, on top of `config`.
 
         Raises:
@@ -249,14 +259,18 @@ class Engine:
             ContextLengthError: prompt and max_tokens do not fit the context.
             NonFiniteError: the model produced NaN or infinite values.
         """
-        *_, result = self.stream(prompt, config, record=record, cancel=cancel, observe=observe, **overrides)
+        *_, result = self.stream(
+            prompt, config, record=record, cancel=cancel, observe=observe, template_options=template_options,
+            **overrides,
+        )  # fmt: skip
         assert isinstance(result, GenerateResult)
         return result
 
     def stream(
         self, prompt: Prompt, config: DecodeConfig | None = None, *, canvas: bool = False, tokens: bool = False,
         num_top_logprobs: int = 0, record: bool = False, cancel: threading.Event | None = None,
-        observe: Callable[[Event], None] | None = None, **overrides: Any,
+        observe: Callable[[Event], None] | None = None, template_options: Mapping[str, Any] | None = None,
+        **overrides: Any,
     ) -> Iterator[StreamEvent]:  # fmt: skip
         """As `generate`, event by event; the result is the last item and its text equals the joined TextEvents.
 
@@ -273,7 +287,7 @@ class Engine:
             raise UsageError(f"num_top_logprobs is {shown(num_top_logprobs)}; it must be within [0, {limit}]")
         if num_top_logprobs and not tokens:
             raise UsageError("num_top_logprobs has no effect without tokens=True; set it, or leave both out")
-        prompt_ids = self._prompt_ids(prompt)
+        prompt_ids = self._prompt_ids(prompt, template_options or {})
         settings = self._fit(self.settings(config, **overrides), len(prompt_ids), with_overrides(config, overrides))
         reply = Reply(StopMatcher(settings.stop), self.tokenizer)
         request = LoopRequest(
@@ -360,7 +374,8 @@ class Engine:
             raise UsageError("the engine is closed; load it again")
         return self._denoiser
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def _prompt_ids(self, prompt: Prompt, template_options: Mapping[str, Any]) -> list[int]:
+        is_conversation = False
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
         elif isinstance(prompt, Mapping):
@@ -371,9 +386,15 @@ class Engine:
                     f"the prompt is a list of {len(prompt)} prompts; there are no batches, give them one by one"
                 )
             is_conversation = len(prompt) > 0 and isinstance(prompt[0], Mapping)
-            ids = self.tokenizer.encode_messages(cast(Any, prompt)) if is_conversation else list(cast(Any, prompt))
+            ids = (
+                self.tokenizer.encode_messages(cast(Any, prompt), **template_options)
+                if is_conversation
+                else list(cast(Any, prompt))
+            )
         else:
             raise UsageError(f"the prompt is a {type(prompt).__name__}; give text, a list of ids or a list of messages")
+        if template_options and not is_conversation:
+            raise UsageError("template_options have no effect without messages; leave them out")
         if not ids:
             raise UsageError("the prompt is empty; give at least one token")
         return self._checked_ids(ids, "the prompt")

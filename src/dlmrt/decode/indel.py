@@ -48,11 +48,12 @@ class EditIds:
     split: int
 
 
-def best_other(probs_V: Float32, excluded: Iterable[int]) -> int:
-    """The most probable id that is not `excluded`; the lowest on ties."""
-    allowed = np.array(probs_V)
-    allowed[list(excluded)] = -1.0
-    return int(allowed.argmax())
+def best_other(logits_V: Float32, excluded: Iterable[int], otherwise: int) -> int:
+    """The id of highest logit that is not `excluded`, the lowest on ties; `otherwise` if every other one is banned."""
+    allowed = np.array(logits_V)
+    allowed[list(excluded)] = -np.inf
+    best = int(allowed.argmax())
+    return best if allowed[best] > -np.inf else otherwise
 
 
 def apply_edits(

@@ -33,15 +33,37 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from dlmrt.decode.rules import RULES, BlockState, is_sticky, start_block
-from dlmrt.decode.sampling import Prediction, Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.decode.settings import ResolvedDecode
 from dlmrt.models.config import DiffusionConfig
 from dlmrt.ops.numerics import uniform_ids
-from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, Int32, StepState
+from dlmrt.types import (
+    Bool,
+    Denoiser,
+    EndReason,
+    Float32,
+    ForwardRecord,
+    Int32,
+    Prediction,
+    Predictor,
+    Sampling,
+    StepState,
+)
 
 PREFILL_CHUNK = 512
 
 Watch = Callable[[list[int]], int | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenDraws:
+    """What a recorded run drew, to be taken instead of drawing anew; for uniform noise and rule entropy_bound.
+
+    That rule decides by entropies: confidences stay those of the argmax. N blocks, S steps of a block, L canvas slots.
+    """
+
+    token_NSL: Int32  # drawn by each step
+    noise_NSL: Int32  # held by open slots before each step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +77,7 @@ class LoopRequest:
     allowed: Int32  # the others, in ascending order
     cancel: threading.Event = field(default_factory=threading.Event)
     with_probs: bool = False  # every StepEvent carries the whole distribution
+    given: GivenDraws | None = None
     watch: Watch | None = None  # gets each settled run of ids; returns how many of them count if the text ends there
 
 
@@ -167,7 +190,6 @@ class Block:
         settings, denoiser = self.settings, self.denoiser
         has_residual = denoiser.has_residual and settings.use_residual
         is_local = self.request.diffusion.residual.where == "masked"
-        with_probs = has_residual or self.request.with_probs or settings.edit_ids is not None
         if self._begins_decided():
             self._decide_first_slot()
         while not self.state.is_done and self.end_reason is None:
@@ -177,14 +199,12 @@ class Block:
                 return
             before, step = self.state, self.state.step
             temperature = settings.step_temperature(step)
-            # 4. Forward.
+            # 4. Forward. 5. Predict.
             where_L = before.is_open_L if is_local and self.residual_LD is not None else None
-            logits_LV = denoiser.forward(before.canvas_L, self.residual_LD, where_L)
-            # 5. Predict.
-            prediction = predict(
-                logits_LV, self._sampling(temperature), self.request.banned, block=self.block_idx, step=step,
-                with_probs=with_probs, open_L=~before.is_pinned_L if self.is_redrawn else before.is_open_L,
-            )  # fmt: skip
+            prediction = self._predict(before, where_L, self._sampling(temperature), has_residual=has_residual)
+            if self.request.given is not None:
+                drawn_L = self.request.given.token_NSL[self.block_idx, step]
+                prediction = replace(prediction, token_L=np.where(before.is_pinned_L, prediction.token_L, drawn_L))
             # 6. Commit.
             after = RULES[settings.commit_rule](settings, before, prediction)
             assert after.committed_L.any() or not before.is_open_L.any(), "a step with open slots decides at least one"
@@ -197,8 +217,7 @@ class Block:
                 canvas_L = np.where(after.is_open_L, self._noise(step + 1), after.canvas_L)
                 self.state = replace(after, canvas_L=canvas_L)
                 if has_residual:
-                    assert prediction.probs_LV is not None
-                    self.residual_LD = denoiser.soft_embedding(prediction.probs_LV)
+                    self.residual_LD = self._residual_of(prediction)
             self.records.append(denoise_record(self.block_idx, before, after, prediction))
             yield StepEvent(
                 state=StepState(
@@ -208,6 +227,28 @@ class Block:
                 ),
                 after=self.state, prediction=prediction, num_settled=self.num_before + len(self.answer),
             )  # fmt: skip
+
+    def _predict(
+        self, before: BlockState, where_L: Bool | None, sampling: Sampling, *, has_residual: bool
+    ) -> Prediction:
+        """Steps 4 and 5; a denoiser that predicts by itself does so unless someone wants to see whole distributions."""
+        open_L = ~before.is_pinned_L if self.is_redrawn else before.is_open_L
+        with_probs = self.request.with_probs or self.settings.edit_ids is not None
+        if isinstance(self.denoiser, Predictor) and not with_probs:
+            return self.denoiser.predict(
+                before.canvas_L, self.residual_LD, where_L, sampling, self.request.banned, block=self.block_idx,
+                step=before.step, open_L=open_L,
+            )  # fmt: skip
+        return predict(
+            self.denoiser.forward(before.canvas_L, self.residual_LD, where_L), sampling, self.request.banned,
+            block=self.block_idx, step=before.step, with_probs=with_probs or has_residual, open_L=open_L,
+        )  # fmt: skip
+
+    def _residual_of(self, prediction: Prediction) -> Float32:
+        if prediction.probs_LV is not None:
+            return self.denoiser.soft_embedding(prediction.probs_LV)
+        assert isinstance(self.denoiser, Predictor)
+        return self.denoiser.predicted_residual()
 
     def _begins_decided(self) -> bool:
         """Whether slot 0 is decided before the first step; nothing would be left to denoise in a block of one slot."""
@@ -232,6 +273,9 @@ class Block:
 
     def _noise(self, step: int) -> Int32:
         diffusion, length = self.request.diffusion, self.settings.canvas_length
+        if self.request.given is not None:
+            given_L: Int32 = self.request.given.noise_NSL[self.block_idx, step].copy()
+            return given_L
         if diffusion.noise == "mask":
             return np.full(length, diffusion.mask_token_id, dtype=np.int32)
         return uniform_ids(
@@ -240,8 +284,9 @@ class Block:
 
     def _sampling(self, temperature: float) -> Sampling:
         s = self.settings
+        is_greedy = s.is_greedy or self.request.given is not None
         return Sampling(
-            temperature=temperature, is_greedy=s.is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
+            temperature=temperature, is_greedy=is_greedy, seed=s.seed, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p
         )
 
     def settle(self) -> None:

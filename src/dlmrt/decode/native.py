@@ -27,6 +27,7 @@ from dlmrt.decode.loop import (
     Block,
     BlockEvent,
     Event,
+    GivenDraws,
     LoopRequest,
     PrefillEvent,
     StepEvent,
@@ -34,10 +35,10 @@ from dlmrt.decode.loop import (
     denoise_record,
 )
 from dlmrt.decode.rules import BlockState
-from dlmrt.decode.sampling import Prediction, non_finite_error
 from dlmrt.decode.settings import ResolvedDecode
-from dlmrt.program.loop import END_REASONS, RULE_SCALARS, LoopOptions
-from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, StepState
+from dlmrt.errors import non_finite_error
+from dlmrt.program.loop import END_REASONS, MAX_HISTORY, LoopOptions
+from dlmrt.types import Denoiser, EndReason, Float32, ForwardRecord, Prediction, StepState
 
 POLL_SECONDS = 0.05  # how late a cancel flag set by another thread may reach a loop whose records are far apart
 
@@ -73,8 +74,11 @@ class LoopExecutor(Protocol):
 
 def is_native(denoiser: Denoiser, request: LoopRequest) -> bool:
     """Whether `denoiser` runs the loop of `request` itself; whole distributions never leave a native loop."""
+    settings = request.settings
     return (
-        isinstance(denoiser, LoopExecutor) and request.settings.commit_rule in RULE_SCALARS and not request.with_probs
+        isinstance(denoiser, LoopExecutor)
+        and (settings.edit_ids is None or settings.max_denoising_steps <= MAX_HISTORY)
+        and not request.with_probs
     )
 
 
@@ -100,7 +104,9 @@ def _follow(
     start = num_prompt // length * length if is_grid_at_zero else num_prompt
     pinned, block_idx, num_answer = request.prompt_S[start:], 0, 0
     run = executor.start_loop(
-        loop_options(request.settings, has_residual=executor.has_residual, keeps_residual=keeps_residual),
+        loop_options(
+            request.settings, has_residual=executor.has_residual, keeps_residual=keeps_residual, given=request.given
+        ),
         positions=start + -(-(len(pinned) + settings.max_tokens) // length) * length,
         scalars=_scalars(request, num_prefill=start, wants_steps=wants_steps or bool(settings.stop)),
         arrays=_arrays(executor, request),
@@ -137,6 +143,10 @@ class _NativeBlock(Block):
     def __init__(self, executor: Any, request: LoopRequest, records: Iterator[Record], **place: Any) -> None:
         super().__init__(executor, request, **place)
         self.native_records = records
+        if self._begins_decided():
+            is_open_L = self.state.is_open_L.copy()
+            is_open_L[0] = False
+            self.state = replace(self.state, is_open_L=is_open_L)
 
     def steps(self) -> Iterator[StepEvent]:
         """Read steps until the block is done or the answer ends."""
@@ -156,9 +166,11 @@ class _NativeBlock(Block):
             argmax_L=record["argmax"], argmax_confidence_L=record["argmax_confidence"], token_L=record["token"],
             confidence_L=record["confidence"], entropy_L=record["entropy"],
         )  # fmt: skip
+        # Open slots keep what they held, until it is known that another step follows. A mask stays a mask, also where
+        # edits have moved it.
+        is_noise_L = record["is_open"] & (self.request.diffusion.noise == "uniform")
         after = BlockState(
-            # Open slots keep what they held, until it is known that another step follows.
-            canvas_L=np.where(record["is_open"], record["before"], record["canvas"]),
+            canvas_L=np.where(is_noise_L, record["before"], record["canvas"]),
             answer_L=record["answer"], is_open_L=record["is_open"], is_pinned_L=before.is_pinned_L,
             committed_L=record["committed"], changed_L=record["changed"], num_edits=int(record["num_edits"]),
             step=int(record["step"]), num_full_steps=int(record["num_full_steps"]),
@@ -184,7 +196,8 @@ class _NativeBlock(Block):
     def _end_early(self, record: np.void) -> None:
         """The block closed without another step: cancelled, or the model's numbers cannot be used."""
         if END_REASONS[record["end_reason"]] == "non_finite":
-            raise non_finite_error(np.flatnonzero(~record["is_finite_row"]), block=self.block_idx, step=self.state.step)
+            slots = np.flatnonzero(~record["is_finite_row"]).tolist()
+            raise non_finite_error(slots, block=self.block_idx, step=self.state.step)
         assert END_REASONS[record["end_reason"]] == "cancelled", "loop and reader disagree"
         self.end_reason = "cancelled"
 
@@ -221,25 +234,36 @@ def _prefill_chunk(length: int) -> int:
     return max(PREFILL_CHUNK // length * length, length)
 
 
-def loop_options(settings: ResolvedDecode, *, has_residual: bool, keeps_residual: bool = False) -> LoopOptions:
+def loop_options(
+    settings: ResolvedDecode, *, has_residual: bool, keeps_residual: bool = False, given: GivenDraws | None = None
+) -> LoopOptions:
     """What a program must be recorded for to serve requests with `settings`."""
+    num_blocks, num_steps, _ = (0, 0, 0) if given is None else given.token_NSL.shape
     has_filter = settings.top_k > 0 or settings.top_p < 1 or settings.min_p > 0
     use_residual = has_residual and settings.use_residual
     return LoopOptions(
         canvas_length=settings.canvas_length,
         prefill_chunk=_prefill_chunk(settings.canvas_length),
         commit_rule=settings.commit_rule,
-        is_greedy=settings.is_greedy,
-        is_filtered=has_filter and not settings.is_greedy,
+        is_greedy=settings.is_greedy or given is not None,
+        is_filtered=has_filter and not settings.is_greedy and given is None,
         use_residual=use_residual,
         keeps_residual=use_residual and keeps_residual,
+        num_given=(num_blocks, num_steps),
+        num_remembered=0 if settings.edit_ids is None else _history(settings.max_denoising_steps),
     )
+
+
+def _history(num_steps: int) -> int:
+    """Steps that a program remembers: a power of two, so that few programs serve all requests."""
+    return max(64, 1 << (num_steps - 1).bit_length())
 
 
 def _scalars(request: LoopRequest, *, num_prefill: int, wants_steps: bool) -> dict[str, int | float]:
     s: ResolvedDecode = request.settings
-    names = ("threshold", "min_commit", "max_post_edit_steps", "entropy_bound", "stop_entropy", "stability_threshold",
-             "t_min", "t_max", "temperature", "top_k", "top_p", "min_p", "seed", "noise_key", "max_tokens")  # fmt: skip
+    names = ("threshold", "min_commit", "sub_block_length", "max_post_edit_steps", "entropy_bound", "stop_entropy",
+             "stability_threshold", "t_min", "t_max", "temperature", "top_k", "top_p", "min_p", "seed", "noise_key",
+             "max_tokens")  # fmt: skip
     return {name: getattr(s, name) for name in names} | {
         "edit_threshold": 0.0 if s.edit_threshold is None else s.edit_threshold,
         "max_steps": s.max_denoising_steps,
@@ -252,8 +276,10 @@ def _scalars(request: LoopRequest, *, num_prefill: int, wants_steps: bool) -> di
 
 
 def _arrays(executor: LoopExecutor, request: LoopRequest) -> dict[str, npt.NDArray[np.generic]]:
-    vocab_size, settings = executor.vocab_size, request.settings
+    vocab_size, settings, given = executor.vocab_size, request.settings, request.given
+    draws = {} if given is None else {"given_tokens": given.token_NSL, "given_noise": given.noise_NSL}
     return {
+        **draws,
         "prompt": request.prompt_S,
         "allowed": request.allowed,
         "banned": _bits(request.banned, vocab_size),

@@ -34,9 +34,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from dlmrt.decode.indel import EditHistory, apply_edits, best_other
-from dlmrt.decode.sampling import Prediction
 from dlmrt.decode.settings import ResolvedDecode
-from dlmrt.types import Bool, Float32, Int32
+from dlmrt.types import Bool, Float32, Int32, Prediction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +131,7 @@ def threshold_step(settings: ResolvedDecode, state: BlockState, prediction: Pred
 
 def indel_step(settings: ResolvedDecode, state: BlockState, prediction: Prediction) -> BlockState:
     """Rule `joint_threshold_indel`. The step that spends the budget, or the last one, writes no special id."""
-    assert prediction.probs_LV is not None and settings.edit_ids is not None and settings.edit_threshold is not None
+    assert prediction.logits_LV is not None and settings.edit_ids is not None and settings.edit_threshold is not None
     history = state.history or EditHistory(is_original_L=state.is_open_L)
     original_L, is_open_L, budget = (
         history.is_original_L & state.is_open_L,
@@ -156,12 +155,12 @@ def indel_step(settings: ResolvedDecode, state: BlockState, prediction: Predicti
     changing = np.flatnonzero(written_L & (token_L != state.canvas_L))
     if is_final:
         for at in np.flatnonzero(written_L & np.isin(token_L, (ids.mask, ids.delete, ids.split))):
-            token_L[at] = best_other(prediction.probs_LV[at], (ids.mask, ids.delete, ids.split))
+            token_L[at] = best_other(prediction.logits_LV[at], (ids.mask, ids.delete, ids.split), int(token_L[at]))
     elif len(changing) and tuple(state.canvas_L.tolist()) in history.seen:
         # Seen before: it would go round for ever, so the least certain slot tries an id that it has not had.
         confidence_L = np.where(chosen_L, prediction.confidence_L, prediction.argmax_confidence_L)
         slot = int(changing[confidence_L[changing].argmin()])
-        token_L[slot] = best_other(prediction.probs_LV[slot], history.written.get(slot, ()))
+        token_L[slot] = best_other(prediction.logits_LV[slot], history.written.get(slot, ()), int(token_L[slot]))
     canvas_L, is_original_L = token_L, history.is_original_L
     if (written_L & np.isin(token_L, (ids.delete, ids.split))).any():
         canvas_L, is_original_L = apply_edits(token_L, state.canvas_L, is_original_L, state.is_pinned_L, ids)

@@ -18,39 +18,14 @@ entropy of processed logits as in transformers 5.24.0 models/diffusion_gemma. Th
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.errors import NonFiniteError
+from dlmrt.errors import non_finite_error
 from dlmrt.models.config import ModelConfig
 from dlmrt.ops.numerics import gumbel
-from dlmrt.types import Bool, Float32, Int32
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How one step draws. Example: ``Sampling(temperature=1.0, is_greedy=True, seed=0)``."""
-
-    temperature: float  # divides the logits; > 0
-    is_greedy: bool  # the token is argmax; filters then change nothing
-    seed: int
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prediction:
-    """What one forward says about each slot. Confidence is a probability, entropy is in nats."""
-
-    argmax_L: Int32  # most probable id; the lowest on ties
-    argmax_confidence_L: Float32
-    token_L: Int32  # id that a commit writes: argmax, or the draw
-    confidence_L: Float32  # of token_L
-    entropy_L: Float32
-    probs_LV: Float32 | None = None  # the tempered, unfiltered distribution; only when asked for
+from dlmrt.types import Bool, Float32, Int32, Prediction, Sampling
 
 
 def banned_ids(config: ModelConfig, known_ids: Collection[int]) -> Int32:
@@ -85,7 +60,7 @@ def predict(
     with np.errstate(over="ignore"):
         scaled = logits_LV / np.float32(sampling.temperature)
     if not np.isfinite(scaled).all():
-        raise non_finite_error(np.flatnonzero(~np.isfinite(scaled).all(axis=1)), block=block, step=step)
+        raise non_finite_error(np.flatnonzero(~np.isfinite(scaled).all(axis=1)).tolist(), block=block, step=step)
     scaled[:, banned] = -np.inf
     argmax_L = scaled.argmax(axis=1)
     scaled -= scaled[rows, argmax_L][:, None]
@@ -107,14 +82,7 @@ def predict(
         confidence_L=(weights[rows, token_L] / total_L).astype(np.float32),
         entropy_L=entropy_L.astype(np.float32),
         probs_LV=(weights / total_L[:, None]).astype(np.float32) if with_probs else None,
-    )
-
-
-def non_finite_error(slots: npt.NDArray[np.intp], *, block: int, step: int) -> NonFiniteError:
-    """The error for `slots` whose logits cannot be used."""
-    return NonFiniteError(
-        f"the model produced non-finite logits in block {block}, step {step}, slots {slots.tolist()}; "
-        "the request failed, the next one starts clean"
+        logits_LV=scaled if with_probs else None,
     )
 
 

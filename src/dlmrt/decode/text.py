@@ -34,6 +34,9 @@ from dlmrt.models.typed import shown
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode half a character to
 _MAX_PENDING = 8  # tokens; a character has at most four bytes, so more are not half a character but garbage
 
+THINKING = "enable_thinking"  # what most templates call the switch of thoughts
+_OTHER_SWITCHES = ("thinking",)  # LLaDA2
+
 
 class TextCodec:
     """Tokenizer and chat template of one checkpoint. Safe to use from several threads.
@@ -131,12 +134,16 @@ class TextCodec:
         """Ids of a conversation in the checkpoint's chat template; equal to the tokenizer's own apply_chat_template.
 
         Special tokens written by the template are real; the same text inside `messages` or options is ordinary text.
-        Nothing is added to what the template writes.
+        Nothing is added to what the template writes. `enable_thinking` means the template's switch, whatever its name.
 
         Raises:
             UsageError: there is no template, it refuses the messages, or it transforms special-token text of theirs.
             UnknownOptionError: an option that the template does not read.
         """
+        if THINKING in template_options and THINKING not in self.template_options:
+            switch = next((name for name in _OTHER_SWITCHES if name in self.template_options), THINKING)
+            if switch not in template_options:
+                template_options[switch] = template_options.pop(THINKING)
         for name in template_options if self.has_template else ():
             if name not in self.template_options:
                 raise UnknownOptionError(

@@ -38,20 +38,23 @@ class EagerDenoiser:
     """Implements `dlmrt.types.Denoiser`.
 
     Args:
-        params: weights by Hugging Face name, all of one floating dtype, which is also that of the activations.
+        params: weights by Hugging Face name, on one device and all of one floating dtype, which is also that of the
+            activations.
         config: of the checkpoint; needs its `diffusion` section.
+        ops: operations that the model functions get.
     """
 
     name = "eager"
 
-    def __init__(self, params: Mapping[str, Tensor], config: ModelConfig) -> None:
+    def __init__(self, params: Mapping[str, Tensor], config: ModelConfig, *, ops: Ops = _OPS) -> None:
         self.config = config
         self.diffusion = _diffusion(config)
         self.vocab_size = config.vocab_size
         self._family = family_of(config)
         self.has_residual = self._family.has_residual(config)
-        self._params = params
+        self._params, self._ops = params, ops
         self._table = params[self._family.EMBEDDING]
+        self._device = self._table.device
         self.dtype = str(self._table.dtype).removeprefix("torch.")
         self.reset()
 
@@ -105,7 +108,8 @@ class EagerDenoiser:
         if not start and self.diffusion.block_anchor == "prompt_end":
             self._grid = len(ids_S) % self.diffusion.canvas_length
         self._check_boundary(start)
-        rows, keys = torch.arange(start, start + len(ids_S)), torch.arange(start + len(ids_S))
+        keys = torch.arange(start + len(ids_S), device=self._device)
+        rows = keys[start:]
         visible = self._per_layer(
             lambda window: context_visible(self.diffusion, rows, keys, grid=self._grid, window=window)
         )
@@ -126,9 +130,14 @@ class EagerDenoiser:
             UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
                 the grid starts at position 0: then a short prompt stands in the first block.
         """
+        return _numpy(self._logits(canvas_L, residual_LD, where_L))
+
+    def _logits(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Tensor:
         z, where = self._residual(canvas_L, residual_LD, where_L)
         start, length = self.context_length, len(canvas_L)
-        visible = self._per_layer(lambda window: canvas_visible(self.diffusion, start, length, window=window))
+        visible = self._per_layer(
+            lambda window: canvas_visible(self.diffusion, start, length, window=window, device=self._device)
+        )
         if self.diffusion.logit_shift and not start and self.diffusion.block_anchor == "prompt_end":
             raise UsageError(
                 "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
@@ -141,12 +150,17 @@ class EagerDenoiser:
                 # Slot 0 of the whole sequence has no row before it. It is the prompt's, so what it reads is not used.
                 first = self._hidden[:, -1:] if start else hidden[:, :1]
                 hidden = torch.cat((first, hidden[:, :-1]), dim=1)
-        return _numpy(self._family.head(_OPS, self._params, self.config, hidden)[0])
+        logits: Tensor = self._family.head(self._ops, self._params, self.config, hidden)[0]
+        return logits
 
     @torch.inference_mode()
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
-        return _numpy(self._family.soft_embedding(_OPS, self._params, self.config, torch.from_numpy(probs_LV)))
+        return _numpy(self._soft_embedding(torch.from_numpy(probs_LV).to(self._device)))
+
+    def _soft_embedding(self, probs: Tensor) -> Tensor:
+        z: Tensor = self._family.soft_embedding(self._ops, self._params, self.config, probs)
+        return z
 
     def _per_layer(self, visible: Callable[[int | None], Tensor | None]) -> list[Tensor | None]:
         """What rows see in each layer, computed once a window."""
@@ -159,12 +173,13 @@ class EagerDenoiser:
         where: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Final hidden states [1, T, D] of rows behind the context, which they join if they are `is_context`."""
-        ids = _checked_ids(ids_T, self.vocab_size)
-        positions = torch.arange(self.context_length, self.context_length + len(ids_T))
+        ids = _checked_ids(ids_T, self.vocab_size).to(self._device)
+        positions = torch.arange(self.context_length, self.context_length + len(ids_T), device=self._device)
         attend = eager.CachedAttention(self._keys, self._values, visible, write=is_context)
         hidden: Tensor = self._family.forward(
-            _OPS, self._params, self.config, ids[None], positions[None], attend, z=z, where=where, is_context=is_context
-        )
+            self._ops, self._params, self.config, ids[None], positions[None], attend, z=z, where=where,
+            is_context=is_context,
+        )  # fmt: skip
         return hidden
 
     def _residual(
@@ -179,8 +194,8 @@ class EagerDenoiser:
             raise UsageError(f"the residual has shape {list(residual_LD.shape)}; it must have {wanted}")
         if where_L is None and self.diffusion.residual.where == "masked":
             where_L = np.asarray(canvas_L) == self.diffusion.mask_token_id
-        z = torch.from_numpy(residual_LD).to(self._table.dtype)
-        return z[None], None if where_L is None else torch.from_numpy(where_L)[None]
+        z = torch.from_numpy(residual_LD).to(self._device, self._table.dtype)
+        return z[None], None if where_L is None else torch.from_numpy(where_L).to(self._device)[None]
 
     def _check_boundary(self, length: int) -> None:
         block = self.diffusion.canvas_length
@@ -203,17 +218,19 @@ def context_visible(
     return visible if window is None else visible & (keys_S > rows_T[:, None] - window)
 
 
-def canvas_visible(diffusion: DiffusionConfig, start: int, length: int, *, window: int | None) -> Tensor | None:
+def canvas_visible(
+    diffusion: DiffusionConfig, start: int, length: int, *, window: int | None, device: torch.device | None = None
+) -> Tensor | None:
     """Bool [L, start + L]: what canvas rows see of the context and the canvas; None: everything.
 
     A window counts the canvas as one position: each row sees the last window - 1 committed ones.
     """
     if diffusion.in_block_attention == "causal":
-        visible = torch.ones(length, start + length, dtype=torch.bool).tril(start)
+        visible = torch.ones(length, start + length, dtype=torch.bool, device=device).tril(start)
         return visible if window is None else visible.triu(start - window + 1)
     if window is None or start < window:
         return None
-    return (torch.arange(start + length) > start - window).expand(length, -1)
+    return (torch.arange(start + length, device=device) > start - window).expand(length, -1)
 
 
 def quantize_inputs(checkpoint: Checkpoint, params: Mapping[str, Tensor]) -> dict[str, Tensor | eager.QuantizedInput]:
@@ -274,5 +291,5 @@ def _checked_ids(ids: Int32, vocab_size: int) -> Tensor:
 
 
 def _numpy(values: Tensor) -> Float32:
-    result: Float32 = values.float().numpy()
+    result: Float32 = values.float().cpu().numpy()
     return result

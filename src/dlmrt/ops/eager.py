@@ -234,13 +234,28 @@ def moe(
     x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, activation: str
 ) -> Tensor:
     """See `Ops.moe`. Only experts that some row chose are computed."""
+    return expert_sum(x, experts, weights, gate, up, down, activation=activation).to(x.dtype)
+
+
+def expert_sum(
+    x: Tensor, experts: Tensor, weights: Tensor, gate: Tensor, up: Tensor, down: Tensor,
+    *, activation: str, held: range | None = None,
+) -> Tensor:  # fmt: skip
+    """What the experts add to each row, fp32 [T, D], before it is rounded.
+
+    Args:
+        held: numbers of the experts that `gate`, `up` and `down` stack, the others add nothing; None: all.
+    """
     rows, experts, weights = (t.reshape(-1, t.shape[-1]) for t in (x, experts, weights))
     out = rows.new_zeros(rows.shape, dtype=torch.float32)
     for expert in torch.unique(experts).tolist():
+        if held is not None and expert not in held:
+            continue
+        at = expert if held is None else expert - held.start
         row, slot = (experts == expert).nonzero(as_tuple=True)
-        y = gated_mlp(rows[row], gate[expert], up[expert], down[expert], activation=activation)
+        y = gated_mlp(rows[row], gate[at], up[at], down[at], activation=activation)
         out = out.index_add(0, row, y.float() * weights[row, slot].float().unsqueeze(-1))
-    return out.to(x.dtype).reshape(x.shape)
+    return out.reshape(x.shape)
 
 
 def soft_cap(logits: Tensor, *, cap: float) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
-from dlmrt.program.nodes import Buffer, Program, Rows
+from dlmrt.program.nodes import Buffer, Dim, Program, Rows
 from dlmrt.program.record import CacheAttention, Recorder
 
 CONTEXT = "context."  # states of this prefix are the committed context, which all programs of a model share
@@ -51,9 +51,10 @@ class ModelParts:
             for name, shape in self.family.tensor_shapes(config).items()
         }
         self._head_params = self.params
-        if config.tie_word_embeddings and formats.matrix != formats.table:
+        head_format = formats.named.get(self.family.HEAD, formats.matrix)
+        if config.tie_word_embeddings and head_format != formats.table:
             # One tensor in two formats: a table for lookups, a matrix for the head.
-            head = recorder.weight(self.family.HEAD, formats.matrix, (config.vocab_size, config.hidden_size))
+            head = recorder.weight(self.family.HEAD, head_format, (config.vocab_size, config.hidden_size))
             self._head_params = self.params | {self.family.EMBEDDING: head}
         layers = [config.attention(layer_idx) for layer_idx in range(config.num_layers)]
         self._windows = tuple(layer.window for layer in layers)
@@ -82,14 +83,27 @@ class ModelParts:
         where: Buffer | None,
     ) -> Buffer:
         """Logits [T, V] of a canvas behind `context` committed tokens; row i predicts slot i."""
-        hidden = None
-        if self._hidden is None or ids.shape[0] != 1:
-            hidden = self._forward(ids, positions, visible, z=z, where=where, is_context=False)
-        if self._hidden is not None:
-            # One shifted row is the last committed one: next-token prediction needs no forward over the canvas.
-            operands = {"hidden": hidden, "cache": self._hidden, "context": context}
-            hidden = self.recorder.call("shift", operands, dims={"T": ids.shape[0]})["y"]
-        assert hidden is not None
+        if self._hidden is None:
+            return self._head(self._forward(ids, positions, visible, z=z, where=where, is_context=False))
+        if ids.shape[0] == 1:
+            return self.stored_canvas(context, 1)
+        return self._shifted(
+            self._forward(ids, positions, visible, z=z, where=where, is_context=False), context, ids.shape[0]
+        )
+
+    def stored_canvas(self, context: Buffer, length: int) -> Buffer:
+        """Logits [L, V] of the first slots, for shifted logits: the rows that predict them went through `extend`.
+
+        No row is computed here; slot 0 is predicted by the last committed one.
+        """
+        return self._shifted(None, context, length)
+
+    def _shifted(self, hidden: Buffer | None, context: Buffer, rows: Dim) -> Buffer:
+        assert self._hidden is not None
+        operands = {"hidden": hidden, "cache": self._hidden, "context": context}
+        return self._head(self.recorder.call("shift", operands, dims={"T": rows})["y"])
+
+    def _head(self, hidden: Buffer) -> Buffer:
         logits: Buffer = self.family.head(self.recorder, self._head_params, self.config, hidden)
         return logits
 

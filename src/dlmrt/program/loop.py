@@ -36,8 +36,14 @@ RULE_SCALARS: dict[str, dict[str, str]] = {
         "threshold": "float32", "min_commit": "int32", "edit_threshold": "float32", "max_post_edit_steps": "int32",
     },
     "entropy_bound": {"entropy_bound": "float64", "stop_entropy": "float64", "stability_threshold": "int32"},
+    "joint_threshold_indel": {
+        "threshold": "float32", "edit_threshold": "float32", "max_post_edit_steps": "int32",
+    },
     "steps": {},
+    "sub_blocks": {"threshold": "float32", "min_commit": "int32", "sub_block_length": "int32"},
 }  # fmt: skip
+
+MAX_HISTORY = 4096  # steps of one block that a program remembers at most
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +57,41 @@ class LoopOptions:
     is_filtered: bool = False  # top-k, top-p or min-p in use
     use_residual: bool = False
     keeps_residual: bool = False  # step records carry the residual that the next step consumes
+    num_given: tuple[int, int] = (0, 0)  # blocks, and steps of each, whose draws and noise are inputs
+    num_remembered: int = 0  # joint_threshold_indel: steps of a block whose canvases are kept
 
 
-def record_loop(config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int) -> Program:
-    """The whole loop for one request in a context of `capacity` positions."""
+def record_loop(
+    config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int, drops_rows: bool = False
+) -> Program:
+    """The whole loop for one request in a context of `capacity` positions.
+
+    Args:
+        drops_rows: rows whose results are known are left out of canvas and commit forwards, where `can_drop_rows`.
+    """
     recorder = Recorder("loop", cache=formats.cache)
-    return _Loop(recorder, config, formats, options, capacity).record()
+    return _Loop(recorder, config, formats, options, capacity, drops_rows=drops_rows).record()
+
+
+def can_drop_rows(config: ModelConfig, options: LoopOptions) -> bool:
+    """Whether a canvas row stays what it was while no id up to it changes, and what it predicts can be read later.
+
+    So it is where slots see only slots before them, no residual enters, the rows of a block share no experts, and
+    logits are shifted: final hidden states are then kept by position, and nobody reads that of the last slot.
+    """
+    diffusion = config.diffusion
+    assert diffusion is not None
+    is_causal = diffusion.in_block_attention == "causal" and diffusion.logit_shift == 1
+    return is_causal and options.canvas_length > 1 and not options.use_residual and config.moe is None
 
 
 class _Loop:
     """Buffers of the loop by name, and its parts in order."""
 
     def __init__(
-        self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int
-    ) -> None:
+        self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int,
+        *, drops_rows: bool,
+    ) -> None:  # fmt: skip
         self.r, self.config, self.options = recorder, config, options
         self.model = ModelParts(recorder, config, formats, capacity=capacity)
         self.diffusion = self.model.diffusion
@@ -99,10 +126,49 @@ class _Loop:
                  "more_steps", "num_edits", "is_finite", "is_continued", "is_urgent", "needs_commit"), "int32",
             ) | {"num_answer": "int64", "step_temperature": "float32"}
         )  # fmt: skip
+        self.drops_rows = drops_rows and can_drop_rows(config, options)
+        if self.drops_rows:
+            self._scalars({"num_changed": "int32"})
+            rows = Rows(symbol="T", maximum=length, count=self.buffers["num_changed"])
+            self.buffers["known_ids"] = recorder.state("known_ids", "int32", (length,))
+            for name in ("row_ids", "row_positions", "row_visible"):
+                self.buffers[name] = recorder.state(name, "int32", (rows,))
+        self.decides_first = (
+            options.commit_rule == "sub_blocks" and bool(self.diffusion.logit_shift) and options.canvas_length > 1
+        )
+        if self.decides_first:
+            self._first_buffers()
+        if options.commit_rule == "joint_threshold_indel":
+            self._edit_buffers(words)
+        if options.num_given[0]:
+            assert self.diffusion.noise == "uniform" and options.commit_rule == "entropy_bound"
+            for name in ("given_tokens", "given_noise"):
+                self.buffers[name] = recorder.state(name, "int32", (*options.num_given, length))
         self.residual: Buffer | None = None
         if options.use_residual:
             shape = (length, config.hidden_size)
             self.residual = recorder.state("residual", "float32", shape, present=self.buffers["has_residual"])
+
+    def _first_buffers(self) -> None:
+        """What the prediction of slot 0 alone leaves."""
+        self._scalars({"is_first_open": "int32", "first_is_finite": "int32"})
+        for name in ("argmax", "token"):
+            self.buffers[f"first_{name}"] = self.r.state(f"first_{name}", "int32", (1,))
+        for name in ("argmax_confidence", "confidence", "entropy", "log_sum_exp"):
+            self.buffers[f"first_{name}"] = self.r.state(f"first_{name}", "float32", (1,))
+        self.buffers["first_is_finite_row"] = self.r.state("first_is_finite_row", "bool", (1,))
+
+    def _edit_buffers(self, words: int) -> None:
+        """The history of a block whose text moves."""
+        length, steps = self.options.canvas_length, self.options.num_remembered
+        self._scalars({"needs_other": "int32"})
+        for name in ("wanted", "other"):
+            self.buffers[name] = self.r.state(name, "int32", (length,))
+        for name in ("is_original", "is_other"):
+            self.buffers[name] = self.r.state(name, "bool", (length,))
+        self.buffers["other_banned"] = self.r.state("other_banned", "uint32", (words,))
+        self.buffers["seen"] = self.r.state("seen", "int32", (steps, length))
+        self.buffers["tried"] = self.r.state("tried", "uint32", (length, words))
 
     def record(self) -> Program:
         """All of it."""
@@ -137,21 +203,36 @@ class _Loop:
         """Steps 2 and 3."""
         in_block: dict[str, Value] = {"in_block": self.diffusion.in_block_attention}
         self._call("start_block", self._noise() | self._visibility() | in_block)
+        self._take_given("noise", "canvas", where="is_open")
+        if self.decides_first:
+            self._decide_first_slot()
+
+    def _decide_first_slot(self) -> None:
+        """Step 2 behind shifted logits."""
+        b, r = self.buffers, self.r
+        self._call("check_first")
+        with r.if_(b["is_first_open"]):
+            self._call("start_step", {"is_schedule": False})
+            operands = {
+                "logits": self.model.stored_canvas(b["context"], 1), "banned": b["banned"],
+                "step_temperature": b["step_temperature"],
+            }  # fmt: skip
+            results = {name.removeprefix("first_"): b[name] for name in b if name.startswith("first_")}
+            r.call("predict", operands, attributes={"is_greedy": True, "is_filtered": False}, outputs=results)
+            self._call("decide_first")
 
     def _step(self) -> None:
         """Steps 4 to 8 and the record of the step."""
         b, r, options = self.buffers, self.r, self.options
         self._call("start_step", {"is_schedule": options.commit_rule == "entropy_bound"})
-        where = b["was_open"] if self.diffusion.residual.where == "masked" else None
-        logits = self.model.canvas(
-            b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where
-        )
+        logits = self._canvas()
         self._predict(logits)
         with r.if_(b["is_finite"]):
-            self._commit()
-            self._call("settle", {"is_sticky": options.commit_rule in ("threshold", "steps")})
+            self._commit(logits)
+            self._call("settle", {"is_sticky": options.commit_rule in ("threshold", "steps", "sub_blocks")})
             with r.if_(b["is_continued"]):
                 self._call("renoise", self._noise())
+                self._take_given("noise", "canvas", where="is_open")
                 if self.residual is not None:
                     probs = self._call("probabilities", inputs={"logits": logits})["probs"]
                     self.model.soft_embedding(probs, self.residual)
@@ -166,6 +247,19 @@ class _Loop:
             r.publish("step", self.ring, fields, urgent=b["is_urgent"])
         self._call("finish_step")
 
+    def _canvas(self) -> Buffer:
+        """Step 4."""
+        b = self.buffers
+        if self.drops_rows:
+            self._extend_changed(b["before"], b["visible"], num_rows=self.options.canvas_length - 1)
+            return self.model.stored_canvas(b["context"], self.options.canvas_length)
+        where = b["was_open"] if self.diffusion.residual.where == "masked" else None
+        return self.model.canvas(b["before"], b["positions"], b["visible"], b["context"], z=self.residual, where=where)
+
+    def _extend_changed(self, ids: Buffer, visible: Buffer, *, num_rows: int) -> None:
+        self._call("changed_rows", {"num_rows": num_rows}, inputs={"ids": ids, "visible": visible})
+        self.model.extend(*(self.buffers[name] for name in ("row_ids", "row_positions", "row_visible")))
+
     def _predict(self, logits: Buffer) -> None:
         """Step 5."""
         options, inputs = self.options, {"logits": logits}
@@ -174,23 +268,47 @@ class _Loop:
             inputs["is_drawn"] = self.buffers["is_free" if options.commit_rule == "entropy_bound" else "was_open"]
         constants: dict[str, Value] = {"is_greedy": options.is_greedy, "is_filtered": options.is_filtered}
         self._call("predict", constants, inputs=inputs)
+        self._take_given("tokens", "token", where="is_free")
 
-    def _commit(self) -> None:
+    def _take_given(self, given: str, values: str, *, where: str) -> None:
+        """Replace what was drawn for the present step by what a recorded run drew, if the request has one."""
+        b, (num_blocks, num_steps) = self.buffers, self.options.num_given
+        if num_blocks:
+            operands = {"given": b[f"given_{given}"], "where": b[where], "values": b[values]}
+            self._call("take_given", {"num_steps": num_steps}, inputs=operands)
+
+    def _commit(self, logits: Buffer) -> None:
         """Step 6."""
         rule = self.options.commit_rule
-        if rule in ("threshold", "joint_threshold"):
-            self._call("commit_threshold")
-        elif rule == "steps":
-            self._call("commit_steps")
+        if rule == "joint_threshold_indel":
+            self._edit(logits)
         else:
-            self._call("commit_entropy_bound")
+            self._call(f"commit_{'threshold' if rule == 'joint_threshold' else rule}")
+
+    def _edit(self, logits: Buffer) -> None:
+        """Step 6 of rule `joint_threshold_indel`: few steps look at the logits again, for the best of other ids."""
+        b, diffusion = self.buffers, self.diffusion
+        ids: dict[str, Value] = {}
+        for name in ("mask_token_id", "delete_token_id", "split_token_id"):
+            token = getattr(diffusion, name)
+            assert token is not None, f"rule joint_threshold_indel without {name}"
+            ids[name] = token
+        ids["vocab_size"] = self.config.vocab_size
+        self._call("propose_edits", ids)
+        with self.r.if_(b["needs_other"]):
+            operands = {"logits": logits, "banned": b["other_banned"], "step_temperature": b["step_temperature"]}
+            self.r.call("best_other", operands, outputs={"argmax": b["other"]})
+        self._call("apply_edits", ids)
 
     def _close_block(self) -> None:
         """Steps 9 and 10."""
         b, r = self.buffers, self.r
         self._call("close_block")
         with r.if_(b["needs_commit"]):
-            self.model.extend(b["answer"], b["positions"], b["commit_visible"])
+            if self.drops_rows:
+                self._extend_changed(b["answer"], b["commit_visible"], num_rows=self.options.canvas_length)
+            else:
+                self.model.extend(b["answer"], b["positions"], b["commit_visible"])
             self._call("commit_rows", {"length": self.options.canvas_length})
         r.publish(
             "block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row")

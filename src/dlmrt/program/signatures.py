@@ -6,7 +6,8 @@ line, a product as `N*H` for the product of two; `[]` is a scalar. `act` is the 
 of weights, `kv` the cache's type, any other word a type of `ITEM_BYTES`.
 
 Legend: T rows, D model width, F MLP width, N query heads, G key/value heads, H head width, V vocabulary, W words of one
-bit an id, C positions of the cache, P prompt or packed columns, L canvas slots, E experts, K experts of a row.
+bit an id, C positions of the cache, P prompt or packed columns, L canvas slots, E experts, K experts of a row, S steps
+of a block, B blocks.
 
 Source: ours; the model's operations are those of dlmrt.ops.spec, the loop's the numbered steps of dlmrt.decode.loop.
 """
@@ -59,7 +60,7 @@ MODEL_OPS = {
     "soft_cap": "logits:act[T,V] -> y:act[T,V]",
     "soft_embedding": "probs:float32[T,V] table:weight[V,D] -> z:float32[T,D]",
     # logit_shift 1: the final hidden states of committed rows, kept by position; slot 0 reads the one before
-    # `context`
+    # `context`; without `hidden` the others read what is kept of the canvas
     "hidden_store": "hidden:act[T,D] positions:int32[T] cache:act[C,D] -> cache",
     "shift": "hidden?:act[T,D] cache:act[C,D] context:int32[] -> y:act[T,D]",
     # a result that outlives the run
@@ -75,6 +76,8 @@ HEAD_OPS = {
         "argmax_confidence:float32[T] token:int32[T] confidence:float32[T] entropy:float32[T] "
         "log_sum_exp:float32[T] is_finite_row:bool[T] is_finite:int32[]"
     ),
+    # id of highest tempered logit among those that are not banned
+    "best_other": "logits:act[T,V] banned:uint32[W] step_temperature:float32[] -> argmax:int32[T]",
     # the tempered, unfiltered distribution
     "probabilities": (
         "logits:act[T,V] banned:uint32[W] step_temperature:float32[] log_sum_exp:float32[T] -> probs:float32[T,V]"
@@ -107,10 +110,23 @@ LOOP_OPS = {
         "commit_visible:int32[L] step:int32[] num_full_steps:int32[] num_repeats:int32[] num_settled:int32[] "
         "has_residual:int32[] is_done:int32[] more_steps:int32[] end_reason"
     ),
+    # 2 behind shifted logits, rule sub_blocks: slot 0 takes the argmax of its row unless it is pinned; a row that is
+    # not finite ends the block
+    "check_first": "num_pinned:int32[] more_steps:int32[] -> is_first_open:int32[]",
+    "decide_first": (
+        "first_argmax:int32[1] first_is_finite:int32[] canvas:int32[L] is_open:bool[L] more_steps:int32[] "
+        "end_reason:int32[] -> canvas is_open is_finite_row:bool[L] more_steps end_reason"
+    ),
     # what the step consumes, kept for its record; the temperature of the step
     "start_step": (
         "canvas:int32[L] is_open:bool[L] step:int32[] temperature:float64[] t_min?:float64[] t_max?:float64[] "
         "max_steps:int32[] -> before:int32[L] was_open:bool[L] step_temperature:float32[]"
+    ),
+    # 4 and 10 of a canvas whose rows see only those before them: from the first slot whose id is not the one that
+    # its keys, values and hidden state are known for, up to attribute `num_rows`
+    "changed_rows": (
+        "ids:int32[L] positions:int32[L] visible:int32[L] step:int32[] known_ids:int32[L] -> known_ids "
+        "num_changed:int32[] row_ids:int32[T] row_positions:int32[T] row_visible:int32[T]"
     ),
     # 6 commit, one operation a rule
     "commit_threshold": (
@@ -124,6 +140,27 @@ LOOP_OPS = {
         "token:int32[L] confidence:float32[L] was_open:bool[L] max_steps:int32[] canvas:int32[L] answer:int32[L] "
         "is_open:bool[L] step:int32[] -> canvas answer is_open step committed:bool[L] changed:bool[L] "
         "num_edits:int32[] is_done:int32[]"
+    ),
+    "commit_sub_blocks": (
+        "token:int32[L] confidence:float32[L] was_open:bool[L] is_free:bool[L] threshold:float32[] "
+        "min_commit:int32[] sub_block_length:int32[] max_steps:int32[] canvas:int32[L] answer:int32[L] is_open:bool[L] "
+        "step:int32[] -> canvas answer is_open step committed:bool[L] changed:bool[L] num_edits:int32[] "
+        "is_done:int32[]"
+    ),
+    # rule joint_threshold_indel in two parts. What each slot wants; with `needs_other` slots of `is_other` want the
+    # best id outside `other_banned` instead (best_other). `seen` holds the canvases of the block's steps, `tried` the
+    # ids that each slot was given. Then deletions and splits.
+    "propose_edits": (
+        "argmax:int32[L] argmax_confidence:float32[L] token:int32[L] confidence:float32[L] was_open:bool[L] "
+        "is_free:bool[L] banned:uint32[W] threshold:float32[] edit_threshold:float32[] max_post_edit_steps:int32[] "
+        "max_steps:int32[] canvas:int32[L] step:int32[] num_full_steps:int32[] is_original:bool[L] seen:int32[S,L] "
+        "tried:uint32[L,W] -> num_full_steps is_original seen tried wanted:int32[L] committed:bool[L] "
+        "is_other:bool[L] other_banned:uint32[W] needs_other:int32[] num_edits:int32[] is_done:int32[]"
+    ),
+    "apply_edits": (
+        "wanted:int32[L] other:int32[L] committed:bool[L] is_other:bool[L] is_free:bool[L] canvas:int32[L] "
+        "is_original:bool[L] tried:uint32[L,W] step:int32[] -> canvas is_original tried step answer:int32[L] "
+        "is_open:bool[L] changed:bool[L]"
     ),
     "commit_entropy_bound": (
         "argmax:int32[L] token:int32[L] entropy:float32[L] is_free:bool[L] entropy_bound:float64[] "
@@ -143,6 +180,8 @@ LOOP_OPS = {
         "is_open:bool[L] step:int32[] block_idx:int32[] allowed?:int32[V] num_allowed?:int32[] "
         "noise_key?:uint64[] canvas:int32[L] -> canvas"
     ),
+    # 5, 8 rows of a recorded run instead of draws and noise; attribute `num_steps` is its S
+    "take_given": "given:int32[B,S,L] block_idx:int32[] step:int32[] where:bool[L] values:int32[L] -> values",
     # to attribute `value`
     "set_flag": "-> flag:int32[]",
     # 3 cancel? before the next forward

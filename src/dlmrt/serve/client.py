@@ -76,7 +76,7 @@ class RemoteEngine:
 
     def stream(
         self, prompt: str | Sequence[Message], config: DecodeConfig, *, canvas: bool = False,
-        cancel: threading.Event | None = None,
+        cancel: threading.Event | None = None, template_options: Mapping[str, Any] | None = None,
     ) -> Iterator[TextEvent | CanvasEvent | GenerateResult]:  # fmt: skip
         """As `Engine.stream`: raises at once when the server refuses the request."""
         given = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
@@ -88,6 +88,7 @@ class RemoteEngine:
             "stream": True,
             "stream_options": {"include_usage": True},
             "diffusion": {**settings, "return_canvas": canvas},
+            **({"chat_template_kwargs": dict(template_options)} if template_options else {}),
         }
         path = "/completions" if is_text else "/chat/completions"
         response, line = self._request("POST", path, json.dumps(body).encode())

@@ -95,7 +95,8 @@ HONOURED: dict[str, Field] = {
         schema=_STRING, only="chat",
     ),
     "chat_template_kwargs": Field(
-        says="options that the chat template reads, e.g. `enable_thinking`; others are refused. Of "
+        says="options that the chat template reads, others are refused; `enable_thinking` also where it calls that "
+        "switch otherwise. Of "
         "`reasoning_effort` and `reasoning_strength` one is enough", schema=_OBJECT,
         only="chat",
     ),

@@ -13,10 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dlmrt.checkpoint.adapter import open_adapter, with_adapter
-from dlmrt.checkpoint.hub import resolve
-from dlmrt.checkpoint.load import Checkpoint, open_checkpoint
-from dlmrt.decode.engine import Engine, make_denoiser, with_stop_tokens
+from dlmrt.checkpoint.load import Checkpoint
+from dlmrt.decode.engine import Engine, make_denoiser, open_model, with_stop_tokens
 from dlmrt.decode.text import TextCodec
 from dlmrt.errors import UsageError
 from dlmrt.models.config import read_json
@@ -50,10 +48,7 @@ def load_engine(config: LoadConfig) -> Engine:
     """
     faults = parse_faults(config.fault)
     before_load(faults)
-    checkpoint = open_checkpoint(resolve(config.model, revision=config.revision))
-    if config.adapter is not None:
-        checkpoint = with_adapter(checkpoint, open_adapter(config.adapter))
-    checkpoint = _adjusted(checkpoint, config)
+    checkpoint = open_source(config)
     denoiser: Denoiser = make_denoiser(
         checkpoint, executor=config.executor, dtype=config.dtype, num_threads=config.num_threads
     )
@@ -63,7 +58,13 @@ def load_engine(config: LoadConfig) -> Engine:
     return Engine(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
 
 
-def _adjusted(checkpoint: Checkpoint, config: LoadConfig) -> Checkpoint:
+def open_source(config: LoadConfig) -> Checkpoint:
+    """The checkpoint that `config` describes, as its options change it.
+
+    Raises:
+        UsageError: an option does not fit the checkpoint.
+    """
+    checkpoint = open_model(config.model, revision=config.revision, adapter=config.adapter)
     _check_quantization(checkpoint.quantization, config.quantization)
     model, length = checkpoint.config, config.max_model_len
     if length is not None:

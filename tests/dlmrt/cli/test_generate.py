@@ -7,7 +7,8 @@ import json
 import pytest
 
 from dlmrt.cli.generate import model_and_prompt
-from dlmrt.cli.session import DEFAULT_MODEL
+from dlmrt.cli.session import DEFAULT_MODEL, set_cuda_graph
+from dlmrt.env import Environment
 from dlmrt.errors import UsageError
 
 
@@ -45,6 +46,20 @@ def test_raw_prompt_and_system_message(cli, tiny_model, engine):
     assert cli("generate", tiny_model, "hello", "--raw").out == engine.generate("hello").text + "\n"
     turns = [{"role": "system", "content": "be brief"}, *_user("hello")]
     assert cli("generate", tiny_model, "hello", "--system", "be brief").out == engine.generate(turns).text + "\n"
+
+
+def test_thinking_is_switched_in_the_chat_template(cli, tiny_model, engine):
+    messages = [{"role": "user", "content": "hello"}]
+    texts = [engine.generate(messages, template_options={"enable_thinking": value}).text for value in (True, False)]
+    assert texts[0] != texts[1]
+    assert [cli("generate", tiny_model, "hello", option).out for option in ("--thinking", "--no-thinking")] == [
+        text + "\n" for text in texts
+    ]
+    assert cli("chat", tiny_model, "--no-thinking", stdin=b"hello\n").out == texts[1] + "\n"
+    refused = cli("generate", tiny_model, "hello", "--raw", "--no-thinking")
+    assert refused.status == 2 and "--raw" in refused.err and refused.err.count("\n") == 1
+    with pytest.raises(UsageError, match="no effect without messages"):
+        engine.generate("hello", template_options={"enable_thinking": False})
 
 
 def test_json_is_one_document_that_adds_up(cli, tiny_model, engine):
@@ -210,6 +225,7 @@ def test_damaged_checkpoint_exits_1_and_debug_shows_where(cli, tiny_model, tmp_p
         ("DLMRT_NUM_THREADS", "99999", "num_threads is 99999"),
         ("DLMRT_LOG_LEVEL", "loud", "DLMRT_LOG_LEVEL='loud'"),
         ("DLMRT_EXECUTOR", "gpu", "unknown executor 'gpu'"),
+        ("DLMRT_CUDA_GRAPH", "whole", "use one of loop, step, off"),
         ("DLMRT_EXECUTR", "eager", "did you mean 'DLMRT_EXECUTOR'"),
     ],
 )
@@ -223,6 +239,28 @@ def test_environment_is_checked(cli, tiny_model, monkeypatch, name, value, said)
 def test_an_option_overrules_the_environment(cli, tiny_model, monkeypatch):
     monkeypatch.setenv("DLMRT_EXECUTOR", "gpu")
     assert cli("generate", tiny_model, "hello", "--executor", "eager").status == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--cuda-graph", "whole", "--executor", "cuda"), "use one of loop, step, off"),
+        (("--cuda-graph", "step", "--executor", "eager"), "no effect on executor 'eager'"),
+        (("--cuda-graph", "step"), "no effect on executor 'auto'"),
+    ],
+)
+def test_how_the_cuda_executor_runs_loops_is_said_to_that_executor_only(cli, tiny_model, options, said):
+    outcome = cli("generate", tiny_model, "hello", *options)
+    assert outcome.status == 2
+    assert said in outcome.err
+
+
+def test_the_option_of_the_cuda_executor_reaches_it(monkeypatch):
+    monkeypatch.setenv("DLMRT_CUDA_GRAPH", "loop")
+    set_cuda_graph(None, "cpu")
+    assert Environment.read().cuda_graph == "loop"
+    set_cuda_graph("step", "cuda")
+    assert Environment.read().cuda_graph == "step"
 
 
 class TestModelAndPrompt:

@@ -11,14 +11,20 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 from urllib.parse import unquote, urlparse
 
 import pytest
+from safetensors.numpy import save_file
 
 from dlmrt.checkpoint.cache import verify
+from dlmrt.checkpoint.save import save_checkpoint
+from dlmrt.checkpoint.tensorfile import read_tensors
 from dlmrt.errors import CheckpointError
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -33,6 +39,9 @@ class Hub(http.server.ThreadingHTTPServer):
         self.refusal: tuple[int, str] | None = None  # status and code of every answer
         self.asked: list[tuple[str, str | None]] = []  # file and range of each download
         self.cut_at: int | None = None  # the next download of weights ends after so many bytes
+        self.stalls_at: int | None = None  # the next one stops there, and waits for `goes_on`
+        self.goes_on = threading.Event()
+        self.num_sent = self.num_ended = 0  # bytes of weights; downloads of them that are over, one way or another
 
 
 class _Endpoints(http.server.BaseHTTPRequestHandler):
@@ -75,18 +84,32 @@ class _Endpoints(http.server.BaseHTTPRequestHandler):
             hub.asked.append((name, given))
             if name.endswith(".safetensors"):
                 cut, hub.cut_at = hub.cut_at, None
-        self.answer(data[start:], status=206 if given else 200, headers=headers, cut=cut)
+        self.answer(data[start:], status=206 if given else 200, headers=headers, cut=cut, is_counted="lfs" in entry)
 
-    def answer(self, body, *, status=200, headers=None, cut=None):
+    def answer(self, body, *, status=200, headers=None, cut=None, is_counted=False):
         self.send_response(status)
         for name, value in {"Content-Type": "application/json", **(headers or {})}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(body[:cut])
+            self.send(body[:cut], is_counted=is_counted)
         if cut is not None:
             self.close_connection = True
+
+    def send(self, body, *, is_counted):
+        hub = self.server
+        stop, hub.stalls_at = (hub.stalls_at, None) if is_counted else (None, hub.stalls_at)
+        for begin in range(0, len(body), 1 << 20):
+            if stop is not None and begin >= stop:
+                hub.goes_on.wait()
+            try:
+                self.wfile.write(body[begin : begin + (1 << 20)])
+            except OSError:  # the other side was killed
+                self.close_connection = True
+                break
+            hub.num_sent += is_counted * len(body[begin : begin + (1 << 20)])
+        hub.num_ended += is_counted
 
     def log_message(self, *arguments):
         """Be quiet."""
@@ -114,18 +137,114 @@ def hub(tiny_model):
 def run(tmp_path, hub):
     """Call `dlmrt` in a process with a cache of its own and the test's hub."""
 
-    def call(*arguments, **variables):
+    def environment_of(variables):
         environment = {
             **os.environ, "HF_HOME": str(tmp_path / "home"), "HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}",
             "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1", **variables,
         }  # fmt: skip
         environment.pop("HF_TOKEN", None)
+        return environment
+
+    def call(*arguments, **variables):
         return subprocess.run(
-            [sys.executable, "-m", "dlmrt", *map(str, arguments)], env=environment, capture_output=True, text=True,
-            check=False, stdin=subprocess.DEVNULL,
+            [sys.executable, "-m", "dlmrt", *map(str, arguments)], env=environment_of(variables), capture_output=True,
+            text=True, check=False, stdin=subprocess.DEVNULL,
         )  # fmt: skip
 
+    def begin(*arguments):
+        return subprocess.Popen([sys.executable, "-m", "dlmrt", *map(str, arguments)], env=environment_of({}))
+
+    call.begin = begin
     return call
+
+
+def until(condition):
+    """Wait for it, a minute at most."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
+
+
+MEBIBYTE = 1 << 20
+
+
+@pytest.fixture
+def large(hub, tmp_path, make_config, make_params):
+    """The hub's repository with 39 MiB of weights: several chunks of the client, 10 MiB each."""
+    config = make_config(vocab_size=160_000)
+    save_checkpoint(tmp_path / "large", config, make_params(config))
+    hub.files |= {path.name: path.read_bytes() for path in (tmp_path / "large").iterdir()}
+    return hub.files["model.safetensors"]
+
+
+def parts_of(tmp_path):
+    return list((tmp_path / "home" / "hub" / "models--org--tiny" / "blobs").glob("*.incomplete"))
+
+
+def test_a_killed_pull_fetches_only_the_rest(hub, run, tmp_path, large):
+    """SIGKILL in the middle of the weights: the next run asks for what is missing, and the whole is verified."""
+    hub.stalls_at = 25 * MEBIBYTE
+    victim = run.begin("pull", "org/tiny")
+    until(lambda: any(part.stat().st_size >= 20 * MEBIBYTE for part in parts_of(tmp_path)))
+    victim.kill()
+    assert victim.wait() == -signal.SIGKILL
+    hub.goes_on.set()
+    (part,) = parts_of(tmp_path)
+    num_kept = part.stat().st_size
+    assert part.read_bytes() == large[:num_kept] and num_kept < len(large)
+    until(lambda: hub.num_ended == 1)
+    hub.asked.clear()
+    hub.num_sent = 0
+    done = run("pull", "org/tiny", "--json")
+    assert done.returncode == 0, done.stderr
+    assert hub.asked == [("model.safetensors", f"bytes={num_kept}-")]
+    assert hub.num_sent == len(large) - num_kept
+    assert (Path(json.loads(done.stdout)["folder"]) / "model.safetensors").read_bytes() == large
+    assert parts_of(tmp_path) == []
+
+
+@pytest.mark.parametrize("kept", ["other bytes", "all bytes", "too many"])
+def test_what_lies_there_is_checked(hub, run, tmp_path, large, kept):
+    """Half a file of something else is thrown away by name of the checksum; a whole one needs no download."""
+    blobs = tmp_path / "home" / "hub" / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    part = blobs / f"{hashlib.sha256(large).hexdigest()}.incomplete"
+    part.write_bytes({"other bytes": bytes(MEBIBYTE), "all bytes": large, "too many": bytes(len(large) + 1)}[kept])
+    done = run("pull", "org/tiny")
+    if kept == "other bytes":
+        assert done.returncode == 1 and "model.safetensors of org/tiny did not have the hub's checksum" in done.stderr
+        assert done.stderr.count("\n") == 1 and parts_of(tmp_path) == []
+        done = run("pull", "org/tiny")
+    assert done.returncode == 0, done.stderr
+    assert [entry for entry in hub.asked if entry[0] == "model.safetensors"] == {
+        "other bytes": [("model.safetensors", f"bytes={MEBIBYTE}-"), ("model.safetensors", None)],
+        "all bytes": [], "too many": [("model.safetensors", None)],
+    }[kept]  # fmt: skip
+
+
+def test_the_shards_of_an_index_are_completed_one_by_one(hub, run, tmp_path, large):
+    """Two shards, the first of which was fetched by half."""
+    del hub.files["model.safetensors"]
+    tensors = read_tensors(tmp_path / "large" / "model.safetensors")
+    names = sorted(tensors)
+    weight_map = {
+        name: f"model-0000{1 + (at >= len(names) // 2)}-of-00002.safetensors" for at, name in enumerate(names)
+    }
+    for file in set(weight_map.values()):
+        some = {name: tensors[name].raw() for name in names if weight_map[name] == file}
+        save_file(some, tmp_path / file)
+        hub.files[file] = (tmp_path / file).read_bytes()
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": weight_map}).encode()
+    blobs = tmp_path / "home" / "hub" / "models--org--tiny" / "blobs"
+    blobs.mkdir(parents=True)
+    first, second = sorted(set(weight_map.values()))
+    half = hub.files[first][: len(hub.files[first]) // 2]
+    (blobs / f"{hashlib.sha256(hub.files[first]).hexdigest()}.incomplete").write_bytes(half)
+    done = run("pull", "org/tiny")
+    assert done.returncode == 0, done.stderr
+    asked = [entry for entry in hub.asked if entry[0].endswith("of-00002.safetensors")]
+    assert asked == [(first, f"bytes={len(half)}-"), (second, None)]
 
 
 def test_pull_fetches_what_is_needed_and_can_be_used_offline(hub, run, tmp_path, tiny_model):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
 
 import numpy as np
 import pytest
@@ -33,17 +32,6 @@ def test_show_counts_what_is_in_the_files(cli, tiny_model, engine):
     }  # fmt: skip
     assert report["decode_defaults"]["max_tokens"] == 20  # generation_config.json
     assert report["decode_defaults"]["commit_rule"] == "threshold"
-    assert report["loop"] == "native on the cpu executor"
-
-
-def test_show_says_when_python_drives_the_loop(cli, tiny_model, tmp_path):
-    folder = shutil.copytree(tiny_model, tmp_path / "indel")
-    config = json.loads((folder / "config.json").read_text())
-    config["diffusion"] |= {"commit_rule": "joint_threshold_indel", "delete_token_id": 5, "split_token_id": 6}
-    (folder / "config.json").write_text(json.dumps(config))
-    notice = "step by step: commit_rule 'joint_threshold_indel' has no native program, only its forwards are native"
-    assert json.loads(cli("show", folder, "--json").out)["loop"] == notice
-    assert "Python decodes it step by step, with native forwards" in cli("show", folder, "--program").err
 
 
 def test_show_for_people(cli, tiny_model):

@@ -96,7 +96,9 @@ def assert_same_step(ours, theirs, rtol):
                 getattr(ours.state, field.name), getattr(theirs.state, field.name), field.name
             )
     for field in dataclasses.fields(ours.after):
-        np.testing.assert_array_equal(getattr(ours.after, field.name), getattr(theirs.after, field.name), field.name)
+        if field.name != "history":  # of the rule alone, it never leaves a native loop
+            mine, other = getattr(ours.after, field.name), getattr(theirs.after, field.name)
+            np.testing.assert_array_equal(mine, other, field.name)
     assert ours.num_settled == theirs.num_settled
     for name in ("argmax_L", "token_L"):
         np.testing.assert_array_equal(getattr(ours.prediction, name), getattr(theirs.prediction, name), name)

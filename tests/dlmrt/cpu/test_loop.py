@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -20,8 +22,10 @@ from pairs import (
     with_adapter,
 )
 
+from dlmrt.cpu import executor
 from dlmrt.decode.loop import BlockEvent, StepEvent
 from dlmrt.errors import NonFiniteError
+from dlmrt.program.loop import record_loop
 from dlmrt.testing import END, tiny_config
 
 RULES = {
@@ -29,6 +33,7 @@ RULES = {
     "joint_threshold": {"threshold": 0.02, "edit_threshold": 0.012, "max_post_edit_steps": 3},
     "entropy_bound": {"entropy_bound": 10.0, "max_denoising_steps": 6, "stop_entropy": 4.9},
     "steps": {"max_denoising_steps": 3},
+    "sub_blocks": {"threshold": 0.02, "sub_block_length": 3},
 }
 SAMPLINGS = {
     "greedy": {"temperature": 0.0},
@@ -37,15 +42,21 @@ SAMPLINGS = {
 }
 MODELS = {
     "mask": {},
+    "mask_panels": {"head_dim": 16, "num_heads": 6, "num_kv_heads": 3},  # heads of whole panels, for three threads
     "mask_shift": {"diffusion": {"logit_shift": 1}},
     "mask_grid_blocks": {"diffusion": {"context_attention": "block_causal", "block_anchor": "position_zero"}},
     "mask_prompt_blocks_biased": {
         "architecture": "A2DQwen2LMHeadModel", "has_qkv_bias": True, "diffusion": {"context_attention": "block_causal"},
     },
     "mask_grid_causal": {"diffusion": {"block_anchor": "position_zero", "in_block_attention": "causal"}},
+    "mask_shift_causal": {"diffusion": {"logit_shift": 1, "in_block_attention": "causal"}},
+    "mask_shift_causal_grid": {
+        "diffusion": {"logit_shift": 1, "in_block_attention": "causal", "block_anchor": "position_zero"},
+    },
     "mask_residual": {"residual": with_adapter()},
     "mask_residual_local_shift": {"residual": with_adapter("masked"), "diffusion": {"logit_shift": 1}},
     "uniform": {"diffusion": {"noise": "uniform"}},
+    "uniform_shift_causal": {"diffusion": {"noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}},
     "uniform_residual_grid": {
         "residual": with_adapter(), "diffusion": {"noise": "uniform", "block_anchor": "position_zero"},
     },
@@ -63,7 +74,7 @@ def models():
     def get(name):
         if name not in made:
             config = tiny_config(**MODELS[name])
-            params = draw_params(config, seed=len(made))
+            params = draw_params(config, seed=sorted(MODELS).index(name))
             made[name] = config, make_eager(config, params), make_cpu(config, params)
         return made[name]
 
@@ -76,7 +87,7 @@ def test_native_loop_equals_the_readable_one(models, name, rule, rng):
     config, eager, cpu = models(name)
     settings = dict(RULES[rule])
     if config.diffusion.canvas_length == 1:
-        settings |= {"max_denoising_steps": 1} if rule == "steps" else {}
+        settings |= {"steps": {"max_denoising_steps": 1}, "sub_blocks": {"sub_block_length": 1}}.get(rule, {})
     for sampling in SAMPLINGS.values():
         prompt = rng.integers(0, 250, int(rng.integers(9, 40)))
         asked = {"commit_rule": rule, "max_tokens": int(rng.integers(1, 40)), **settings, **sampling}
@@ -128,11 +139,42 @@ def test_the_step_loop_over_the_cpu_executor_gives_the_same_bytes(models, rng):
     assert_same(by_hand, native)
 
 
-@pytest.mark.parametrize("threads", [2, 3])
-def test_thread_counts_give_the_same_bytes(threads, rng):
-    config = tiny_config(residual=with_adapter())
+def with_all_rows(*args, **named):
+    return record_loop(*args, **named | {"drops_rows": False})
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("name", ["mask_shift_causal", "mask_shift_causal_grid", "uniform_shift_causal"])
+def test_rows_that_are_known_are_left_out_without_a_trace(name, dtype, monkeypatch, rng):
+    """Causal slots with shifted logits: a step computes from the first id that changed, and the bytes are the same."""
+    config = tiny_config(**MODELS[name])
     params = draw_params(config)
-    one, many = make_cpu(config, params, num_threads=1), make_cpu(config, params, num_threads=threads)
+    cpu, whole = (make_cpu(config, params, dtype=dtype) for _ in range(2))
+    length, num_dropped = config.diffusion.canvas_length, 0
+    for rule, sampling in itertools.product(RULES, SAMPLINGS.values()):
+        asked = {"commit_rule": rule, "max_tokens": 29, "ignore_eos": True, **RULES[rule], **sampling}
+        request = request_for(config, rng.integers(0, 250, int(rng.integers(1, 20))), **asked)
+        with monkeypatch.context() as patch:
+            patch.setattr(executor, "record_loop", with_all_rows)
+            expected = fast(whole, request)
+        events = fast(cpu, request)
+        assert_bit_equal(expected, events)
+        *_, before, last = (event.state for event in events if isinstance(event, StepEvent))
+        if last.step:
+            is_changed = before.canvas_L[:-1] != last.canvas_L[:-1]
+            first = int(np.append(np.flatnonzero(is_changed), length - 1)[0])
+            *_, program = (program for key, program in cpu._store._programs.items() if key[0] == "loop")
+            assert program.scalars["num_changed"][0] == length - 1 - first
+            num_dropped += first
+    assert num_dropped > 0
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_thread_counts_give_the_same_bytes(threads, dtype, rng):
+    config = tiny_config(residual=with_adapter(), **MODELS["mask_panels"])
+    params = draw_params(config)
+    one, many = (make_cpu(config, params, dtype=dtype, num_threads=count) for count in (1, threads))
     for sampling in SAMPLINGS.values():
         request = request_for(config, rng.integers(0, 250, 21), max_tokens=30, **RULES["threshold"], **sampling)
         assert_bit_equal(fast(one, request), fast(many, request))
@@ -229,6 +271,47 @@ def test_cancel_from_another_thread_ends_a_long_answer(models):
     assert fast(cpu, request_for(config, range(10), max_tokens=3))[-1].end_reason == "max_tokens"
 
 
+def test_cancel_within_a_long_prefill_ends_at_a_chunk():
+    """The flag is set while some chunk runs: later ones do not, nothing is answered, and the engine goes on as new."""
+    from dlmrt.decode.native import run_loop
+
+    config = tiny_config(max_position_embeddings=1 << 16, diffusion={"canvas_length": 8})
+    params = draw_params(config)
+    cpu, fresh = make_cpu(config, params), make_cpu(config, params)
+    num_chunks, chunk = 64, 512
+    prompt = np.arange(num_chunks * chunk) % 250
+    whole = list(fast(fresh, request_for(config, prompt[: 3 * chunk], max_tokens=8)))
+    cancel, seen = threading.Event(), []
+    cancel.set()
+    request = request_for(config, prompt, cancel=cancel, max_tokens=8)
+    fast(cpu, request)  # binds the program
+    (program,) = [program for key, program in cpu._store._programs.items() if key[0] == "loop"]
+    cancel.clear()
+    reader = threading.Thread(target=lambda: seen.extend(run_loop(cpu, request)))
+    reader.start()
+    while reader.is_alive() and not program.scalars["num_prefill_forwards"][0]:
+        time.sleep(0.001)
+    cancel.set()
+    reader.join()
+    prefill, end = seen
+    assert 0 < len(prefill.forwards) < num_chunks and end.end_reason == "cancelled" and not end.answer
+    assert program.scalars["context"][0] == chunk * len(prefill.forwards)
+    assert_bit_equal(whole, fast(cpu, request_for(config, prompt[: 3 * chunk], max_tokens=8)))
+
+
+def test_more_threads_than_cores_give_the_same_bytes(monkeypatch, rng):
+    config = tiny_config(residual=with_adapter())
+    params = draw_params(config)
+    request = request_for(config, rng.integers(0, 250, 40), max_tokens=24, **RULES["threshold"])
+    expected = fast(make_cpu(config, params), request)
+    num_threads = 4 * len(os.sched_getaffinity(0))
+    monkeypatch.setenv("DLMRT_NUM_THREADS", str(num_threads))
+    many = make_cpu(config, params, num_threads=None)
+    assert many._store._pool.size == num_threads
+    for _ in range(3):
+        assert_bit_equal(expected, fast(many, request))
+
+
 def test_a_reader_that_leaves_stops_the_loop(models):
     from dlmrt.decode.native import run_loop
 
@@ -263,6 +346,30 @@ def test_nan_fails_the_request_and_not_the_next_one(rng):
         good = request_for(untied, [5, 78, 6], max_tokens=8)
         fresh = make_cpu(untied, params, dtype=dtype)
         assert_bit_equal(fast(cpu, good), fast(fresh, good))
+
+
+def test_the_first_slot_of_a_shifted_block_is_decided_before_the_first_step(rng):
+    """Rule sub_blocks: not where the prompt holds it, nor in a request that was cancelled; its row may be NaN alone."""
+    config = tiny_config(diffusion={"logit_shift": 1, "block_anchor": "position_zero"}, tie_word_embeddings=False)
+    params = draw_params(config)
+    params["model.embed_tokens.weight"][77] = np.nan
+    eager, cpu = make_eager(config, params), make_cpu(config, params)
+    asked = {"commit_rule": "sub_blocks", "threshold": 0.02, "max_tokens": 20}
+    for length, is_open in ((8, False), (16, False), (13, False), (3, False)):
+        events = fast(cpu, request_for(config, rng.integers(0, 70, length), **asked))
+        first = next(event for event in events if isinstance(event, StepEvent))
+        assert first.state.is_unresolved_L[0] == is_open
+        assert first.state.committed_L[0] == (length % 8 == 0)
+    cancel = threading.Event()
+    cancel.set()
+    request = request_for(config, range(8), cancel=cancel, **asked)
+    assert_same(slow(eager, request), fast(cpu, request))
+    poisoned = request_for(config, [1, 2, 3, 4, 5, 6, 7, 77], **asked)
+    for run, denoiser in ((slow, eager), (fast, cpu)):
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0\]"):
+            run(denoiser, poisoned)
+    good = request_for(config, range(8), **asked)
+    assert_bit_equal(fast(cpu, good), fast(make_cpu(config, params), good))
 
 
 def test_flat_logits_cannot_spin():

@@ -28,6 +28,13 @@ FILTERED = LoopOptions(
 )
 
 
+GRID = {"context_attention": "block_causal", "block_anchor": "position_zero"}
+FAST = tiny_config(diffusion=GRID | {"logit_shift": 1})
+EDITED = tiny_config(diffusion=GRID | {"delete_token_id": 5, "split_token_id": 6})
+SUB_BLOCKS = LoopOptions(canvas_length=8, prefill_chunk=512, commit_rule="sub_blocks")
+INDEL = LoopOptions(
+    canvas_length=8, prefill_chunk=512, commit_rule="joint_threshold_indel", is_greedy=False, num_remembered=64
+)
 DATA = Path(__file__).parents[2] / "data"
 CANVAS = LoopOptions(canvas_length=16, prefill_chunk=512, commit_rule="entropy_bound", use_residual=True)
 
@@ -50,6 +57,8 @@ def programs():
         "canvas_float32.txt": lower(record_canvas(SHIFTED, Formats(), capacity=256, max_rows=8), SHIFTED),
         "loop_int8_residual.txt": lower(record_loop(RESIDUAL, INT8, GREEDY, capacity=256), RESIDUAL),
         "loop_drawn": lower(record_loop(SHIFTED, Formats(), DRAWN, capacity=256), SHIFTED),
+        "loop_sub_blocks": lower(record_loop(FAST, INT8, SUB_BLOCKS, capacity=256), FAST),
+        "loop_indel_int8.txt": lower(record_loop(EDITED, INT8, INDEL, capacity=256), EDITED),
         "loop_filtered": lower(record_loop(SHIFTED, INT8, FILTERED, capacity=256), SHIFTED),
         "canvas_llada2_int8.txt": lower(
             record_canvas(two_layers_of_llada2(), INT8, capacity=256, max_rows=8), two_layers_of_llada2()
@@ -109,14 +118,15 @@ def test_logits_exist_only_where_something_reads_them():
         for name, lowered in programs().items()
     }
     assert not has_logits["loop_drawn"]
+    assert not has_logits["loop_indel_int8.txt"]  # it takes the statistics again where it looks for other ids
     assert has_logits["loop_filtered"] and has_logits["loop_int8_residual.txt"]
 
 
 def test_prefill_stops_at_the_last_layers_keys_and_values():
     """Nobody reads a context row's final hidden state, so its last attention, MLP and norm are not computed."""
     ops = [node.op for node in programs()["extend"].program.body]
-    assert ops.count("qk_norm_rope_store") == RESIDUAL.num_layers
-    assert ops.count("attention") == RESIDUAL.num_layers - 1
+    assert ops.count("qkv_attention") == RESIDUAL.num_layers - 1
+    assert ops.count("qk_norm_rope_store") == 1 and ops.count("attention") == 0
 
 
 if __name__ == "__main__":

@@ -1,22 +1,19 @@
-"""Recorded runs of the references through the native loop: ids, canvases of every forward, counts.
+"""Recorded runs of LLaDA2 references through the native loop: ids, canvases of every forward, counts.
 
-Runs with deletions and splits go step by step with native forwards, and so do those of DiffusionGemma, whose recorded
-draws are fed back in; its native loop is compared with the readable one in test_families.py.
+Runs with a penalty go step by step with native forwards. Those of DiffusionGemma are in tests/dlmrt/decode.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dlmrt.checkpoint.load import open_checkpoint, to_float32
+from dlmrt.checkpoint.load import open_checkpoint
 from dlmrt.checkpoint.tensorfile import read_tensors
 from dlmrt.cpu.executor import load_denoiser
-from dlmrt.decode import loop
 from dlmrt.decode.loop import BlockEvent, LoopRequest, StepEvent
 from dlmrt.decode.native import run_loop
 from dlmrt.decode.settings import resolve
@@ -61,8 +58,7 @@ def models(oracle):
 
     def get(name):
         if name not in loaded:
-            changes = {} if name.startswith("dgemma") else {"block_size": BLOCK, "mask_token_id": 511}
-            checkpoint = open_checkpoint(oracle(name, **changes))
+            checkpoint = open_checkpoint(oracle(name, block_size=BLOCK, mask_token_id=511))
             loaded[name] = (
                 load_denoiser(checkpoint, dtype="float32", num_threads=1), checkpoint.config,
                 json.loads((checkpoint.folder / "cases.json").read_text()),
@@ -73,9 +69,9 @@ def models(oracle):
     return get
 
 
-def request_of(config, prompt, generation=None, **fields):
+def request_of(config, prompt, **fields):
     return LoopRequest(
-        prompt_S=np.array(prompt, dtype=np.int32), settings=resolve(DecodeConfig(**fields), config, generation or {}),
+        prompt_S=np.array(prompt, dtype=np.int32), settings=resolve(DecodeConfig(**fields), config, {}),
         diffusion=config.diffusion, banned=np.array([], dtype=np.int32),
         allowed=np.arange(config.vocab_size, dtype=np.int32),
     )  # fmt: skip
@@ -178,38 +174,3 @@ def test_runs_on_dequantised_experts(models, name):
         )  # fmt: skip
         assert up_to_eos(done.answer[: given["gen_length"]], 508) == case["tokens"]
         assert len(done.steps) == case["forwards"]
-
-
-@pytest.mark.parametrize("number", range(9))
-def test_diffusion_gemma(models, monkeypatch, number):
-    """Every canvas, accepted set, argmax and stop follows from native forwards and the recorded draws (K14)."""
-    denoiser, config, data, stored = models("dgemma_tiny")
-    case = data["generate"][number]
-    expected = {name.partition(".")[2]: tensor for name, tensor in stored.items() if name.startswith(case["key"])}
-    canvas_index = expected["canvas_index"].raw()
-    rows = [np.flatnonzero(canvas_index == block) for block in range(len(case["steps_per_canvas"]))]
-
-    def recorded_draw(*args, block, step, **options):
-        prediction = predict(*args, block=block, step=step, **options)
-        return dataclasses.replace(prediction, token_L=expected["draws"].raw()[rows[block][step]])
-
-    def recorded_noise(seed, *, block, step, length, allowed):
-        row = rows[block][step - 1] if step else rows[block][0]
-        return expected["noise" if step else "canvas_in"].raw()[row].copy()
-
-    predict = loop.predict
-    monkeypatch.setattr(loop, "predict", recorded_draw)
-    monkeypatch.setattr(loop, "uniform_ids", recorded_noise)
-    given = case["params"]
-    names = ("max_denoising_steps", "t_min", "t_max", "stability_threshold", "confidence_threshold", "eos_token_id",
-             "max_new_tokens")  # fmt: skip
-    generation = {name: given[name] for name in names} | {"sampler_config": {"entropy_bound": given["entropy_bound"]}}
-    done = Run(loop.decode(denoiser, request_of(config, case["prompt"], generation)))
-    assert done.answer == case["tokens"][: len(done.answer)]
-    assert set(case["tokens"][len(done.answer) :]) <= {given["pad_token_id"]}  # what follows EOS
-    assert done.steps_per_block == case["steps_per_canvas"] and len(done.steps) == case["decoder_forwards"]
-    np.testing.assert_array_equal(done.trace, expected["canvas_in"].raw())
-    np.testing.assert_array_equal([step.after.committed_L for step in done.steps], expected["accepted"].raw())
-    np.testing.assert_array_equal([step.prediction.argmax_L for step in done.steps], expected["argmax"].raw())
-    entropy = np.array([step.prediction.entropy_L for step in done.steps])
-    assert np.abs(entropy - to_float32(expected["entropy"])).max() < 5e-5

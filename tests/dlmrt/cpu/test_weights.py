@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from pairs import draw_params, make_cpu, make_eager
+from pairs import draw_params, make_cpu, make_eager, with_adapter
 
 from dlmrt.checkpoint.load import open_checkpoint
 from dlmrt.checkpoint.tensorfile import FileTensor, write_tensors
@@ -82,6 +82,16 @@ def test_both_nvfp4_dialects_give_the_same_numbers(tmp_path, model):
         for dialect in ("modelopt", "compressed-tensors")
     ]
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_the_head_of_quantized_layers_is_int8(tmp_path, has_residual):
+    """A tied embedding goes with it and is kept once, unless the residual pathway reads its rows."""
+    config = tiny_config(**({"residual": with_adapter()} if has_residual else {}))
+    checkpoint = write_quantized(tmp_path / "model", config, draw_params(config), "nvfp4", skip=("residual",))
+    store = load_denoiser(checkpoint)._store
+    assert {dtype for name, dtype, _ in store._packed if "embed" in name or "lm_head" in name} == {"int8"}
+    assert [dtype for name, dtype, _ in store._tables if "embed" in name] == ["bfloat16"] * has_residual
 
 
 def test_a_matrix_fused_with_one_of_another_format_is_dequantized(tmp_path, model):

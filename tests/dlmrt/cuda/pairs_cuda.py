@@ -13,7 +13,7 @@ from dlmrt.decode.native import run_loop
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.settings import resolve
 from dlmrt.eager.executor import EagerDenoiser
-from dlmrt.models.config import ResidualConfig
+from dlmrt.models.config import DiffusionConfig, MoeConfig, ResidualConfig, RopeConfig, SlidingConfig
 from dlmrt.models.families import family_of
 from dlmrt.testing import tiny_config
 from dlmrt.types import DecodeConfig
@@ -30,6 +30,32 @@ def small_config(**diffusion):
 
 UNIFORM_SHIFTED = {"noise": "uniform", "mask_token_id": None, "logit_shift": 1}
 ADAPTER = ResidualConfig(kind="gated_mlp", intermediate_size=24, where="masked", alpha=0.3)
+MOE = MoeConfig(
+    num_experts=8, num_experts_per_token=2, intermediate_size=12, shared_intermediate_size=8, num_dense_layers=1,
+    num_groups=4, num_kept_groups=2, scaling_factor=2.5,
+)  # fmt: skip
+LLADA2 = replace(
+    small_config(context_attention="block_causal", block_anchor="position_zero"), architecture="LLaDA2MoeModelLM",
+    num_layers=2, tie_word_embeddings=False, rope=RopeConfig(partial_rotary_factor=0.5), moe=MOE,
+)  # fmt: skip
+GEMMA = replace(
+    small_config(), architecture="DiffusionGemmaForBlockDiffusion", num_layers=2, num_kv_heads=1, logit_softcap=8.0,
+    moe=MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=12),
+    sliding=SlidingConfig(
+        window=5, full_layers=(1,), full_head_dim=16, full_num_kv_heads=2,
+        full_rope=RopeConfig(theta=1e6, kind="proportional", partial_rotary_factor=0.25),
+    ),
+    diffusion=DiffusionConfig(
+        canvas_length=4, noise="uniform", commit_rule="entropy_bound",
+        residual=ResidualConfig(kind="gated_mlp", intermediate_size=24, alpha=1.0, scale_embedding=True),
+    ),
+)  # fmt: skip
+FAMILIES = {
+    "llada2, groups of experts": LLADA2,
+    "llada2, experts by block": replace(LLADA2, moe=replace(MOE, expert_capacity=3)),
+    "diffusion_gemma": GEMMA,
+    "qwen2, biases": replace(small_config(), has_qkv_bias=True),
+}
 
 
 def draw_params(config, seed=0):
@@ -44,8 +70,8 @@ def draw_params(config, seed=0):
     return {name: torch.from_numpy(values) for name, values in params.items()}
 
 
-def make_cuda(config, params):
-    return CudaDenoiser(params, config, dtype="float32", device="cpu", mode="loop")
+def make_cuda(config, params, formats=None):
+    return CudaDenoiser(params, config, dtype="float32", device="cpu", mode="loop", formats=formats)
 
 
 def make_eager(config, params):

@@ -74,10 +74,17 @@ class StandInDriver:
         finally:
             self.current.pop()
 
-    def record(self, launch):
-        """Stands for a kernel launch."""
+    def record(self, launch, handle=None):
+        """Stands for a kernel launch, which sets a condition where it is given one."""
         assert self.current[-1] == self.innermost, "work on another stream than the innermost one"
-        self._add(self.current[-1], Node(KERNEL, (), launch.op, run=launch.run))
+        assert handle is None or handle in self.defaults
+
+        def run():
+            launch.run()
+            if handle is not None:
+                self.values[handle] = int(launch.flag)
+
+        self._add(self.current[-1], Node(KERNEL, (), launch.op, run=run))
 
     @property
     def innermost(self):
@@ -213,11 +220,11 @@ class GraphRunner:
 
     mode = "loop"
 
-    def __init__(self, steps):
+    def __init__(self, steps, *, is_direct=True):
         from dlmrt.cuda.graph import LoopGraph
 
         self.steps, self.driver = steps, StandInDriver()
-        self.graph = LoopGraph(self.driver, self.driver.on_stream, self.driver.record)
+        self.graph = LoopGraph(self.driver, self.driver.on_stream, self.driver.record, is_direct=is_direct)
         self.graph.capture(steps)
 
     def run(self):

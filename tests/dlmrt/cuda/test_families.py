@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
-from pairs_cuda import draw_params, make_cuda, make_eager, small_config
+from pairs_cuda import FAMILIES, draw_params, make_cuda, make_eager
 from stand_in import GraphRunner
 
-import dlmrt.cuda.executor
+import dlmrt.program.denoiser
 from dlmrt.cuda import programs
 from dlmrt.cuda.runners import Launches
-from dlmrt.models.config import DiffusionConfig, MoeConfig, ResidualConfig, RopeConfig, SlidingConfig
-
-MASK = small_config().diffusion.mask_token_id
-MOE = MoeConfig(
-    num_experts=8, num_experts_per_token=2, intermediate_size=12, shared_intermediate_size=8, num_dense_layers=1,
-    num_groups=4, num_kept_groups=2, scaling_factor=2.5,
-)  # fmt: skip
-LLADA2 = replace(
-    small_config(context_attention="block_causal", block_anchor="position_zero"), architecture="LLaDA2MoeModelLM",
-    num_layers=2, tie_word_embeddings=False, rope=RopeConfig(partial_rotary_factor=0.5), moe=MOE,
-)  # fmt: skip
-GEMMA = replace(
-    small_config(), architecture="DiffusionGemmaForBlockDiffusion", num_layers=2, num_kv_heads=1, logit_softcap=8.0,
-    moe=MoeConfig(num_experts=8, num_experts_per_token=2, intermediate_size=12),
-    sliding=SlidingConfig(
-        window=5, full_layers=(1,), full_head_dim=16, full_num_kv_heads=2,
-        full_rope=RopeConfig(theta=1e6, kind="proportional", partial_rotary_factor=0.25),
-    ),
-    diffusion=DiffusionConfig(
-        canvas_length=4, noise="uniform", commit_rule="entropy_bound",
-        residual=ResidualConfig(kind="gated_mlp", intermediate_size=24, alpha=1.0, scale_embedding=True),
-    ),
-)  # fmt: skip
-FAMILIES = {
-    "llada2, groups of experts": LLADA2,
-    "llada2, experts by block": replace(LLADA2, moe=replace(MOE, expert_capacity=3)),
-    "diffusion_gemma": GEMMA,
-    "qwen2, biases": replace(small_config(), has_qkv_bias=True),
-}
 
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch):
-    monkeypatch.setattr(dlmrt.cuda.executor, "MAX_ROWS", 4)
+    monkeypatch.setattr(dlmrt.program.denoiser, "MAX_ROWS", 4)
     monkeypatch.setattr(programs, "make_runner", lambda steps, **_: Launches(steps))
 
 

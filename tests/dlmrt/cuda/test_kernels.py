@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +11,20 @@ import torch
 import triton
 import triton.language as tl
 
-from dlmrt.cuda.kernels import attention, head, loop, matmul, ring, rows
+from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.memory import Ring
-from dlmrt.decode.rules import BlockState, entropy_bound_step, quota_step, threshold_step
-from dlmrt.decode.sampling import Prediction, filter_mask
+from dlmrt.decode.indel import EditIds
+from dlmrt.decode.rules import (
+    BlockState,
+    entropy_bound_step,
+    indel_step,
+    quota_step,
+    start_block,
+    threshold_step,
+)
+from dlmrt.decode.sampling import filter_mask, predict
 from dlmrt.ops import eager, formats, numerics
+from dlmrt.types import Prediction, Sampling
 
 F32 = tl.float32
 
@@ -36,7 +46,10 @@ def test_matmul(m, used, n, k, splits):
     part = torch.zeros(splits, m, n)
     per = -(-k // (splits * 16)) * 16
     grid = (-(-n // 32), -(-m // 16), splits)
-    matmul.matmul[grid](x, weight, part, scalar(used), M=m, N=n, K=k, PER=per, BM=16, BN=32, BK=16, CDT=F32)
+    matmul.matmul[grid](
+        x, weight, weight, weight, part, scalar(used), M=m, N=n, K=k, PER=per, BM=16, BN=32, BK=16, FORMAT="float",
+        BLOCK=0, CDT=F32,
+    )  # fmt: skip
     expected = x @ weight.T if used else torch.zeros(m, n)
     assert torch.allclose(part.sum(0), expected, atol=1e-4)
 
@@ -47,9 +60,9 @@ def test_matmul_of_e4m3_weights_and_their_scales(block):
     scales = normal(40, 1, seed=2).abs() if not block else normal(3, 3, seed=2).abs()
     spread = scales if not block else scales.repeat_interleave(16, 0).repeat_interleave(16, 1)[:40]
     part = torch.zeros(1, 5, 40)
-    matmul.matmul_fp8[(2, 1, 1)](
-        x, weight, scales.contiguous(), part, scalar(5), M=5, N=40, K=48, PER=48, BM=16, BN=32, BK=16, BLOCK=block,
-        CDT=F32,
+    matmul.matmul[(2, 1, 1)](
+        x, weight, scales.contiguous(), scales, part, scalar(5), M=5, N=40, K=48, PER=48, BM=16, BN=32, BK=16,
+        FORMAT="fp8", BLOCK=block, CDT=F32,
     )  # fmt: skip
     assert torch.allclose(part[0], x @ (weight.float() * spread).T, atol=1e-4)
 
@@ -62,12 +75,47 @@ def test_matmul_of_nvfp4_weights_equals_the_dequantised_ones():
     codes, scales = (torch.from_numpy(np.concatenate([parts[at] for parts in packed])) for at in range(2))
     shared = torch.tensor([float(parts[2]) for parts in packed for _ in range(20)])
     x, part = normal(3, 64, seed=4), torch.zeros(2, 3, 40)
-    matmul.matmul_nvfp4[(2, 1, 2)](
+    matmul.matmul[(2, 1, 2)](
         x, codes, scales.view(torch.float8_e4m3fn), shared, part, scalar(3), M=3, N=40, K=64, PER=32, BM=16, BN=32,
-        BK=32, CDT=F32,
+        BK=32, FORMAT="nvfp4", BLOCK=0, CDT=F32,
     )  # fmt: skip
     assert torch.allclose(part.sum(0), x @ torch.from_numpy(plain).T, atol=1e-4)
     assert len(np.unique(codes.numpy() & 15)) == 16
+
+
+@pytest.mark.parametrize("format", ["float", "fp8", "fp8 blocks", "nvfp4"])
+@pytest.mark.parametrize("is_row", [True, False])
+def test_matmul_of_experts_in_every_format(format, is_row):
+    """Two experts are chosen, one by three entries, one by none of the rest; others' entries are not touched."""
+    num_experts, n, k, top_k, rows = 3, 20, 32, 2, 3
+    plain = normal(num_experts, n, k, seed=1)
+    shared, block = torch.ones(num_experts, n), 16 if format == "fp8 blocks" else 0
+    if format == "nvfp4":
+        parts = [formats.quantize_nvfp4(matrix.numpy() * (expert + 1)) for expert, matrix in enumerate(plain)]
+        weight, scales = (torch.from_numpy(np.stack([part[at] for part in parts])) for at in range(2))
+        scales = scales.view(torch.float8_e4m3fn)
+        shared = torch.stack([torch.full((n,), float(part[2])) for part in parts])
+        plain = torch.from_numpy(np.stack([formats.dequantize_nvfp4(*part) for part in parts]))
+    elif format.startswith("fp8"):
+        weight = plain.to(torch.float8_e4m3fn)
+        scales = normal(num_experts, 2, 2, seed=2).abs() if block else normal(num_experts, n, seed=2).abs()
+        spread = scales.repeat_interleave(16, 1)[:, :n].repeat_interleave(16, 2) if block else scales[:, :, None]
+        plain = weight.float() * spread
+    else:
+        weight = scales = plain
+    lists = torch.zeros(num_experts, rows, dtype=torch.int32)
+    lists[0, :3], lists[2, :1] = torch.tensor([0, 2, 5]), 3
+    counts = torch.tensor([3, 0, 1], dtype=torch.int32)
+    x, out = normal(rows if is_row else rows * top_k, k), torch.full((rows * top_k, n), -7.0)
+    moe.matmul_experts[(1, 1, num_experts)](
+        x, weight.contiguous(), scales.contiguous(), shared, out, lists, counts, M=rows, N=n, KD=k, K=top_k, BM=16,
+        BN=32, BK=16, IS_ROW=is_row, FORMAT=format.split()[0], BLOCK=block, CDT=F32,
+    )  # fmt: skip
+    for expert, entries in ((0, [0, 2, 5]), (2, [3])):
+        for entry in entries:
+            expected = plain[expert] @ x[entry // top_k if is_row else entry]
+            assert torch.allclose(out[entry], expected, atol=1e-4)
+    assert (out[[1, 4]] == -7).all()
 
 
 def test_products_of_e2m1_codes_and_e4m3_scales_are_exact_in_bfloat16():
@@ -84,7 +132,7 @@ def test_norm_takes_the_sum_before_it(has_x, splits):
     total, y, operand = (torch.zeros(m, d) for _ in range(3))
     rows.norm[(m,)](
         x if has_x else part, part, weight, total, y, operand, scalar(2), M=m, eps=1e-6, D=d, DP=32, S=splits,
-        HAS_X=has_x, HAS_WEIGHT=True, HAS_TOTAL=True, HAS_Y=True, HAS_OPERAND=True,
+        HAS_X=has_x, HAS_WEIGHT=True, HAS_TOTAL=True, HAS_Y=True, HAS_OPERAND=True, NVFP4=False,
     )  # fmt: skip
     expected = (x if has_x else 0) + part[:splits].sum(0)
     assert torch.allclose(total[:2], expected[:2], atol=1e-6)
@@ -92,11 +140,54 @@ def test_norm_takes_the_sum_before_it(has_x, splits):
     assert torch.equal(operand[:2], y[:2]) and not y[2].any(), "a row beyond the count is not touched"
 
 
+def nvfp4_operand(operand, m, width):
+    """Packed codes [m, width / 2] and bits of scales [m, width / 16] of an operand."""
+    codes, scales = operand.numpy()[: m * width // 2], operand.numpy()[m * width // 2 :]
+    return codes.reshape(m, -1), scales.reshape(m, -1)
+
+
+def assert_nvfp4(operand, values):
+    """`operand` holds what the reference quantises `values` to; where all are 0, a scale says nothing."""
+    m, width = values.shape
+    codes, scales = nvfp4_operand(operand, m, width)
+    expected_codes, expected_scales, _ = formats.quantize_nvfp4(values.numpy(), np.float32(1))
+    groups = np.abs(values.numpy()).reshape(m, -1, 16).max(-1) > 0
+    assert np.array_equal(scales[groups], expected_scales[groups])
+    assert np.array_equal(codes, expected_codes)
+
+
+def test_norm_and_gate_quantise_what_they_write_to_nvfp4():
+    """Ties, zeros, groups beyond the scales' range; the reference is that of the file format."""
+    m, d = 2, 48
+    x = normal(m, d)
+    x[0, :16], x[1, 16:32] = 0, x[1, 16:32] * 1e-4
+    operand = torch.full((m * d * 9 // 16,), 255, dtype=torch.uint8)
+    y = torch.zeros(m, d)
+    rows.norm[(m,)](
+        x, x, x, x, y, operand, scalar(m), M=m, eps=1e-6, D=d, DP=64, S=0, HAS_X=True, HAS_WEIGHT=False,
+        HAS_TOTAL=False, HAS_Y=True, HAS_OPERAND=True, NVFP4=True,
+    )  # fmt: skip
+    assert_nvfp4(operand, y)
+    part, plain = normal(1, m, 2 * d, seed=3), torch.zeros(m, d)
+    for target, is_nvfp4 in ((operand, True), (plain, False)):
+        rows.gate[(m, 2)](part, target, scalar(m), M=m, F=d, BF=32, S=1, IS_GELU=False, ENTRIES=1, NVFP4=is_nvfp4)
+    assert_nvfp4(operand, plain)
+    exact = torch.tensor([[6.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -0.75, -5.0, 0.0, 1.0, 2.0, 3.0, 4.0]])
+    operand = torch.zeros(9, dtype=torch.uint8)
+    rows.sum_rows[(1, 1)](
+        exact, exact, exact, operand, scalar(1), M=1, scale=1.0, cap=0.0, D=16, BD=16, S=0, HAS_X=True,
+        HAS_FACTOR=False, HAS_CAP=False, NVFP4=True,
+    )  # fmt: skip
+    assert_nvfp4(operand, exact)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_gate(activation):
     part = normal(2, 3, 40)
     out = torch.zeros(3, 20)
-    rows.gate[(3, 2)](part, out, scalar(3), M=3, F=20, BF=16, S=2, IS_GELU=activation == "gelu_tanh", ENTRIES=1)
+    rows.gate[(3, 2)](
+        part, out, scalar(3), M=3, F=20, BF=16, S=2, IS_GELU=activation == "gelu_tanh", ENTRIES=1, NVFP4=False
+    )
     gate, up = part.sum(0).split(20, dim=1)
     assert torch.allclose(out, eager._ACTIVATIONS[activation](gate) * up, atol=1e-5)
 
@@ -143,7 +234,7 @@ def test_attention(sees, begins):
         q, cache, visible, first, acc, lse, scalar(m), M=m, scale=h**-0.5, N=n, G=g, H=h, HP=16, CHUNK=chunk, BR=16,
         BC=16, HAS_FIRST=begins is not None, CDT=F32,
     )  # fmt: skip
-    attention.attention_merge[(m, n)](acc, lse, y, scalar(m), M=m, N=n, H=h, HP=8, J=chunks, JP=2)
+    attention.attention_merge[(m, n)](acc, lse, y, scalar(m), M=m, N=n, H=h, HP=8, J=chunks, JP=2, NVFP4=False)
     at = torch.arange(positions)
     mask = (at < visible[:, None]) & (at >= (0 if begins is None else first[:, None]))
     expected = eager.scaled_dot_product(q, cache[:, 0], cache[:, 1], mask).nan_to_num(0.0)
@@ -296,8 +387,8 @@ def draw_block(seed, *, num_pinned=1):
     return state, prediction
 
 
-def commit(name, state, prediction, constants=(), **numbers):
-    """State arrays and scalars behind one commit kernel, by name."""
+def commit(name, state, prediction, constants=(), more=None, **numbers):
+    """State arrays and scalars behind one commit kernel, by name; `more` are those that it keeps between steps."""
     kernel = getattr(loop, name)
     tensors = {
         "argmax": prediction.argmax_L, "argmax_confidence": prediction.argmax_confidence_L, "token": prediction.token_L,
@@ -311,7 +402,7 @@ def commit(name, state, prediction, constants=(), **numbers):
     }
     for key in ("step", "num_full_steps", "num_repeats", "num_edits", "is_done"):
         tensors[key] = scalar(int(getattr(state, key)))
-    tensors |= {key: scalar(value, dtype) for key, (value, dtype) in numbers.items()}
+    tensors |= {key: scalar(value, dtype) for key, (value, dtype) in numbers.items()} | (more or {})
     kernel[(1,)](**{key: tensors[key] for key in kernel.arg_names if key in tensors}, L=6, LP=8, **dict(constants))
     return tensors
 
@@ -359,6 +450,63 @@ def test_rule_entropy_bound(seed):
     after = entropy_bound_step(settings, state, prediction)
     assert_state(tensors, after)
     assert int(tensors["num_repeats"]) == after.num_repeats
+
+
+MASK, DELETE, SPLIT, NUM_IDS = 33, 7, 35, 40  # of a vocabulary of two words
+
+
+def banned_words(ids):
+    words = np.zeros(2, dtype=np.uint32)
+    np.bitwise_or.at(words, np.array(ids) // 32, np.uint32(1) << (np.array(ids) % 32).astype(np.uint32))
+    return torch.from_numpy(words.view(np.int32))
+
+
+def is_banned(words, token):
+    return bool(int(words[token // 32]) >> (token % 32) & 1)
+
+
+@pytest.mark.parametrize(("seed", "budget", "num_words"), [(0, 0, 30), (1, 3, 30), (2, 12, 3), (3, 30, 2), (4, 30, 1)])
+def test_rule_with_deletions_and_splits(seed, budget, num_words):
+    """Whole blocks of random predictions: what the two kernels leave is what the readable rule leaves, step by step."""
+    rng, length = np.random.default_rng(seed), 6
+    allowed = rng.choice([token for token in range(NUM_IDS) if token not in (MASK, DELETE, SPLIT)], num_words, False)
+    banned = np.setdiff1d(np.arange(NUM_IDS), [*allowed, DELETE, SPLIT]).astype(np.int32)
+    settings = Settings(
+        max_denoising_steps=20, threshold=0.4, edit_threshold=0.1, max_post_edit_steps=budget,
+        edit_ids=EditIds(mask=MASK, delete=DELETE, split=SPLIT),
+    )  # fmt: skip
+    ids = {"VOCAB": NUM_IDS, "MASK": MASK, "DELETE": DELETE, "SPLIT": SPLIT}
+    num_looked = 0
+    for num_pinned in (0, 2):
+        canvas_L = np.full(length, MASK, np.int32)
+        canvas_L[:num_pinned] = allowed[0]
+        state = start_block(canvas_L, num_pinned)
+        kept = {
+            "seen": torch.full((64, length), 99, dtype=torch.int32), "tried": torch.full((length, 2), -1).int(),
+            "is_original": torch.ones(length, dtype=torch.uint8), "banned": banned_words(banned),
+            "other_banned": torch.zeros(2, dtype=torch.int32), "other": torch.zeros(length, dtype=torch.int32),
+            "wanted": torch.zeros(length, dtype=torch.int32), "is_other": torch.ones(length, dtype=torch.uint8),
+            "needs_other": scalar(1), "threshold": scalar(0.4, torch.float32), "max_steps": scalar(20),
+            "edit_threshold": scalar(0.1, torch.float32), "max_post_edit_steps": scalar(budget),
+        }  # fmt: skip
+        while not state.is_done:
+            logits = rng.normal(0, 2, (length, NUM_IDS)).astype(np.float32)
+            logits[:, [DELETE, SPLIT]] += 1
+            sampling = Sampling(temperature=1.0, is_greedy=True, seed=0)
+            prediction = predict(logits, sampling, banned, block=0, step=state.step, with_probs=True)
+            tensors = commit("propose_edits", state, prediction, ids.items(), more=kept)
+            if int(tensors["needs_other"]):
+                num_looked += 1
+                others = [token for token in range(NUM_IDS) if not is_banned(tensors["other_banned"], token)]
+                best = [max(others, key=lambda token, row=row: row[token]) for row in logits]
+                kept["other"].copy_(torch.tensor(best, dtype=torch.int32))
+            tensors = commit("apply_edits", state, prediction, ids.items(), more=kept | tensors)
+            state = indel_step(settings, state, prediction)
+            assert_state(tensors, state)
+            assert int(tensors["num_full_steps"]) == state.num_full_steps
+            np.testing.assert_array_equal(kept["is_original"].numpy() != 0, state.history.is_original_L)
+            state = replace(state, canvas_L=np.where(state.is_open_L, MASK, state.canvas_L))
+    assert num_looked or num_words == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ The golden files also are what a capture must do: the calls on the stand-in driv
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,14 +14,17 @@ from pairs_cuda import ADAPTER, UNIFORM_SHIFTED, draw_params, small_config
 from stand_in import GraphRunner
 
 from dlmrt.cuda import programs
+from dlmrt.cuda.kernels import loop as kernels
+from dlmrt.cuda.launches import FLAGS
 from dlmrt.cuda.lower import bounded, lower
 from dlmrt.cuda.programs import ProgramStore
 from dlmrt.cuda.weights import Packed
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
-from dlmrt.program.loop import LoopOptions, record_loop, record_types
+from dlmrt.program.loop import RULE_SCALARS, LoopOptions, record_loop, record_types
 from dlmrt.program.nodes import Kernel, While, walk
 from dlmrt.program.plan import plan
 from dlmrt.program.show import show
+from dlmrt.program.signatures import LOOP_OPS
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
@@ -47,21 +51,41 @@ def lowered(name):
     return bounded(made) if record_types(program) else made
 
 
+def test_every_rule_has_its_kernels():
+    grid = {"context_attention": "block_causal", "block_anchor": "position_zero"}
+    config = small_config(logit_shift=1, delete_token_id=3, split_token_id=4, **grid)
+    for rule in RULE_SCALARS:
+        options = LoopOptions(canvas_length=4, prefill_chunk=16, commit_rule=rule, num_remembered=64)
+        program = record_loop(config, Formats(), options, capacity=512)
+        operations = {node.op for node in walk(lower(program, config).program.body) if isinstance(node, Kernel)}
+        assert all(hasattr(kernels, op) for op in operations & set(LOOP_OPS))
+
+
 @pytest.mark.parametrize("name", [name for name in RECORDED if name.endswith(".txt")])
 def test_listing_equals_the_golden_file(name):
     assert show(lowered(name)) == (GOLDEN / name).read_text()
 
 
-def calls(body):
-    """The launches and conditional nodes that a capture of `body` must make."""
-    made = []
+def calls(body, end=None):
+    """The launches and conditional nodes that a capture of `body` must make; `end` is the flag of its loop."""
+    made, before = [], None
+
+    def set_behind(flag):
+        """A kernel sets the condition, unless the one before it computes the flag and does so itself."""
+        is_kernel = isinstance(before, Kernel) and before.op in FLAGS
+        if not is_kernel or before.outputs[FLAGS[before.op]] is not flag:
+            made.append("set_condition")
+
     for node in body:
         if isinstance(node, Kernel):
             made.append(node.op)
-        elif isinstance(node, While):
-            made += ["set_condition", ("while", [*calls(node.body), "set_condition"])]
         else:
-            made += ["set_condition", ("if", calls(node.body))]
+            set_behind(node.flag)
+            is_loop = isinstance(node, While)
+            made.append(("while", calls(node.body, node.flag)) if is_loop else ("if", calls(node.body)))
+        before = node
+    if end is not None:
+        set_behind(end)
     return made
 
 
@@ -100,6 +124,39 @@ def test_no_read_sees_another_buffers_write(name):
                     owner.update(dict.fromkeys(span(buffer), buffer))
 
     run(program.body)
+
+
+@pytest.mark.parametrize("head_dim", [64, 48])
+def test_nvfp4_operands_are_written_by_the_kernels_that_make_the_values(head_dim):
+    """The same launches as with bfloat16 operands; a head of odd width needs one that quantises."""
+    config = replace(SHIFTED, hidden_size=128, intermediate_size=256, num_heads=8, head_dim=head_dim)
+    names = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+             "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+    named = {f"model.layers.0.{name}.weight": "nvfp4" for name in names}
+    program = record_canvas(config, replace(BF16, named=named), capacity=512, max_rows=4)
+    plain, both = (
+        [node for node in lower(program, config, has_nvfp4_operands=is_both).program.body if isinstance(node, Kernel)]
+        for is_both in (False, True)
+    )
+    extra = ["sum_rows"] if head_dim == 48 else []
+    assert sorted(node.op for node in both) == sorted([*(node.op for node in plain), *extra])
+    operands = {
+        node.inputs["x"].dtype for node in both if node.op == "matmul" and node.inputs["weight"].dtype == "nvfp4"
+    }
+    assert operands == {"uint8"}
+
+
+def test_four_kernels_of_a_step_set_the_conditions_that_they_compute():
+    """No kernel stands there for a condition alone, but where a model has a residual, whose flag is older."""
+    (outer,) = [part for kind, part in filter(is_node, calls(lowered("loop_drawn").body)) if kind == "while"]
+    (step,) = [part for kind, part in filter(is_node, outer) if kind == "while"]
+    assert "set_condition" not in step and "set_condition" not in outer
+    assert step[-1] == "finish_step" and outer[-1] == "bound_launch"
+
+
+def is_node(call):
+    """Whether a call makes a conditional node."""
+    return isinstance(call, tuple)
 
 
 def test_logits_exist_only_where_something_reads_them():

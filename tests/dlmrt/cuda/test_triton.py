@@ -6,4 +6,4 @@ import pytest
 
 
 def test_kernels_are_tested_here() -> None:
-    pytest.importorskip("triton", reason="all tests of the cuda executor need Triton (pip install triton==3.6.0)")
+    pytest.importorskip("triton", reason="all tests of the cuda executor need Triton (make peers)")

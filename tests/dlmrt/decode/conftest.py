@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dlmrt.decode.loop import BlockEvent, LoopRequest, PrefillEvent, StepEvent, decode
+from dlmrt.decode import native
+from dlmrt.decode.loop import BlockEvent, GivenDraws, LoopRequest, PrefillEvent, StepEvent
 from dlmrt.decode.settings import resolve
 from dlmrt.models.config import ModelConfig
 from dlmrt.types import DecodeConfig, Denoiser, ForwardRecord
@@ -34,15 +36,25 @@ class Run:
         return [step.state.canvas_L.tolist() for step in self.steps]
 
 
+@pytest.fixture(params=["eager", "cpu"] if importlib.util.find_spec("dlmrt.cpu._native") else ["eager"])
+def executor(request: pytest.FixtureRequest) -> str:
+    """Name of an executor; without the native module there is one."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="session")
 def run_loop() -> Callable[..., Run]:
-    """Decode `prompt`; `fields` are of DecodeConfig, `generation` is a generation_config.json."""
+    """Decode `prompt`, natively where the executor can.
+
+    `fields` are of DecodeConfig, `generation` is a generation_config.json, `given` replaces random draws.
+    """
 
     def run(
         denoiser: Denoiser,
         config: ModelConfig,
         prompt: list[int],
         generation: dict[str, Any] | None = None,
+        given: GivenDraws | None = None,
         **fields: Any,
     ) -> Run:
         assert config.diffusion is not None
@@ -50,10 +62,10 @@ def run_loop() -> Callable[..., Run]:
             prompt_S=np.array(prompt, dtype=np.int32),
             settings=resolve(DecodeConfig(**fields), config, generation or {}), diffusion=config.diffusion,
             banned=np.array([], dtype=np.int32),
-            allowed=np.arange(config.vocab_size, dtype=np.int32),
+            allowed=np.arange(config.vocab_size, dtype=np.int32), given=given,
         )  # fmt: skip
         result = Run()
-        for event in decode(denoiser, request):
+        for event in native.run_loop(denoiser, request):
             match event:
                 case StepEvent():
                     result.steps.append(event)

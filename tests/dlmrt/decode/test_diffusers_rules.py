@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlmrt.decode.rules import RULES, start_block
-from dlmrt.decode.sampling import Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.decode.settings import resolve
 from dlmrt.testing import tiny_config
-from dlmrt.types import DecodeConfig
+from dlmrt.types import DecodeConfig, Sampling
 
 if importlib.util.find_spec("diffusers") is None:
     pytest.skip("diffusers is not installed", allow_module_level=True)

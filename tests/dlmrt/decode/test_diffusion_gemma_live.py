@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlmrt.checkpoint.load import load_params
-from dlmrt.decode import loop
-from dlmrt.eager.executor import EagerDenoiser
+from dlmrt.decode.engine import make_denoiser
+from dlmrt.decode.loop import GivenDraws
 
 STEPS, BOUND, CANVAS = 6, 3.0, 8
 
@@ -45,10 +44,20 @@ def generate(model, prompt, monkeypatch, **options):
     return getattr(out, "sequences", out)[0, len(prompt) :].tolist(), noise, draws
 
 
+def padded(canvases):
+    """Rows of all steps of all canvases, int32 [N, S, L]; zeros where a canvas took fewer steps."""
+    rows = np.zeros((len(canvases), STEPS, CANVAS), dtype=np.int32)
+    for block, steps in enumerate(canvases):
+        rows[block, : len(steps)] = steps
+    return rows
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("num_prompt", [5, 12, 30])  # the window is 12
 @pytest.mark.parametrize(("stability", "confidence"), [(1, 0.005), (0, 4.0)])
-def test_generate_is_token_identical(live_diffusion_gemma, run_loop, monkeypatch, num_prompt, stability, confidence):
+def test_generate_is_token_identical(
+    live_diffusion_gemma, run_loop, executor, monkeypatch, num_prompt, stability, confidence
+):
     """K14: also for prompts longer than the window, canvases that stop early, and an EOS."""
     model, checkpoint = live_diffusion_gemma
     torch.manual_seed(num_prompt)
@@ -58,16 +67,13 @@ def test_generate_is_token_identical(live_diffusion_gemma, run_loop, monkeypatch
         "confidence_threshold": confidence, "eos_token_id": [1, 7],
     }  # fmt: skip
     wanted, noise, draws = generate(model, prompt, monkeypatch, **given)
-
-    def recorded_draw(*args, block, step, **options):
-        return dataclasses.replace(predict(*args, block=block, step=step, **options), token_L=draws[block][step])
-
-    predict = loop.predict
-    monkeypatch.setattr(loop, "predict", recorded_draw)
-    monkeypatch.setattr(loop, "uniform_ids", lambda seed, *, block, step, length, allowed: noise[block][step].copy())
+    recorded = GivenDraws(token_NSL=padded(draws), noise_NSL=padded([canvas[:STEPS] for canvas in noise]))
     config = dataclasses.replace(checkpoint.config, eos_token_ids=(1, 7))
     generation = given | {"max_denoising_steps": STEPS, "sampler_config": {"entropy_bound": BOUND}}
-    run = run_loop(EagerDenoiser(load_params(checkpoint), config), config, prompt, generation)
+    denoiser = make_denoiser(
+        dataclasses.replace(checkpoint, config=config), executor=executor, dtype="float32", num_threads=1
+    )
+    run = run_loop(denoiser, config, prompt, generation, recorded)
     assert run.answer == wanted[: len(run.answer)] and set(wanted[len(run.answer) :]) <= {0}
     assert run.steps_per_block == [len(canvas) for canvas in draws]
     if confidence > 1:

@@ -9,6 +9,7 @@ slot i.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import numpy as np
 import pytest
@@ -28,9 +29,22 @@ CONFIG = dataclasses.replace(
 )
 
 
+EXECUTORS = ["eager", "cpu"] if importlib.util.find_spec("dlmrt.cpu._native") else ["eager"]
+
+
 @pytest.fixture(scope="module")
 def params(make_params):
     return make_params(CONFIG, seed=5)
+
+
+@pytest.fixture(scope="module", params=EXECUTORS)
+def engine(request, params):
+    if request.param == "eager":
+        return Engine(EagerDenoiser(params, CONFIG), CONFIG, byte_codec())
+    from dlmrt.cpu.executor import CpuDenoiser
+
+    arrays = {name: values.numpy() for name, values in params.items()}
+    return Engine(CpuDenoiser(arrays, CONFIG, num_threads=1), CONFIG, byte_codec())
 
 
 def block_causal(length):
@@ -70,11 +84,10 @@ def reference(params, prompt, num_blocks, threshold, sub_block):
 
 @pytest.mark.parametrize("num_prompt", [3, 8, 13, 16])
 @pytest.mark.parametrize(("threshold", "sub_block"), [(0.9, 4), (0.2, 4), (0.0, 4), (0.3, 8), (0.3, 3), (0.5, 1)])
-def test_tokens_and_forwards(params, num_prompt, threshold, sub_block):
+def test_tokens_and_forwards(engine, params, num_prompt, threshold, sub_block):
     prompt = [(7 * i + 3) % 256 for i in range(num_prompt)]
     room = (-num_prompt) % BLOCK or BLOCK
     wanted, seen = reference(params, prompt, 3, threshold, sub_block)
-    engine = Engine(EagerDenoiser(params, CONFIG), CONFIG, byte_codec())
     result = engine.generate(
         prompt, threshold=threshold, sub_block_length=sub_block, max_tokens=room + 2 * BLOCK, ignore_eos=True,
         record=True,

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 from dlmrt.decode.indel import EditIds, apply_edits, best_other
 from dlmrt.decode.rules import indel_step, start_block
-from dlmrt.decode.sampling import Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.decode.settings import resolve
 from dlmrt.errors import UsageError
 from dlmrt.testing import tiny_config
-from dlmrt.types import DecodeConfig
+from dlmrt.types import DecodeConfig, Sampling
 
 MASK, DELETE, SPLIT = 9, 7, 8
 IDS = EditIds(mask=MASK, delete=DELETE, split=SPLIT)
@@ -45,9 +45,11 @@ def test_the_prompt_stays():
 
 
 def test_best_other_skips_what_is_excluded():
-    probs = np.array([0.1, 0.4, 0.3, 0.2], np.float32)
-    assert [best_other(probs, excluded) for excluded in ((), (1,), (1, 2), (1, 2, 3))] == [1, 2, 3, 0]
-    assert probs.tolist() == np.array([0.1, 0.4, 0.3, 0.2], np.float32).tolist()
+    given = [-4.0, 0.0, -1.0, -2.0, -np.inf]
+    logits = np.array(given, np.float32)
+    assert [best_other(logits, excluded, 9) for excluded in ((), (1,), (1, 2), (1, 2, 3))] == [1, 2, 3, 0]
+    assert best_other(logits, range(4), 9) == 9  # what is left is banned
+    assert logits.tolist() == given
 
 
 @given(

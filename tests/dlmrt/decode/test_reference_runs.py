@@ -16,11 +16,12 @@ import torch
 from safetensors.numpy import load_file as load_numpy
 from safetensors.torch import load_file as load_torch
 
-from dlmrt.decode.loop import BlockEvent, LoopRequest, PrefillEvent, StepEvent, decode
+from dlmrt.decode.loop import BlockEvent, LoopRequest, PrefillEvent, StepEvent
+from dlmrt.decode.native import run_loop
 from dlmrt.decode.settings import resolve
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.models.config import ModelConfig, load_config
-from dlmrt.types import DecodeConfig, ForwardRecord, StepState
+from dlmrt.types import DecodeConfig, Denoiser, ForwardRecord, StepState
 
 FOLDER = Path(__file__).parents[2] / "data" / "qwen3_bd_tiny"
 SDAR = json.loads((FOLDER / "cases_sdar.json").read_text())
@@ -37,10 +38,15 @@ def params() -> dict[str, torch.Tensor]:
 
 
 def run(
-    params: dict[str, torch.Tensor], config: ModelConfig, prompt: list[int], **fields: Any
+    params: dict[str, torch.Tensor], config: ModelConfig, executor: str, prompt: list[int], **fields: Any
 ) -> tuple[list[int], list[StepState], list[ForwardRecord]]:
     """Answer ids, state of every denoising forward, forwards."""
     assert config.diffusion is not None
+    denoiser: Denoiser = EagerDenoiser(params, config)
+    if executor == "cpu":
+        from dlmrt.cpu.executor import CpuDenoiser
+
+        denoiser = CpuDenoiser({name: values.numpy() for name, values in params.items()}, config, num_threads=1)
     settings = resolve(DecodeConfig(**fields), config, {})
     request = LoopRequest(
         prompt_S=np.array(prompt, dtype=np.int32), settings=settings, diffusion=config.diffusion,
@@ -49,7 +55,7 @@ def run(
     answer: list[int] = []
     states: list[StepState] = []
     forwards: list[ForwardRecord] = []
-    for event in decode(EagerDenoiser(params, config), request):
+    for event in run_loop(denoiser, request):
         match event:
             case StepEvent():
                 states.append(event.state)
@@ -74,7 +80,7 @@ def whole_blocks(prompt: list[int], gen_length: int, block: int) -> int:
 
 
 @pytest.mark.parametrize("case", SUPPORTED, ids=lambda case: case["key"])
-def test_sdar_generate(params: dict[str, torch.Tensor], case: dict[str, Any]) -> None:
+def test_sdar_generate(params: dict[str, torch.Tensor], executor: str, case: dict[str, Any]) -> None:
     """SDAR's dynamic strategy is rule `threshold` with min_commit = quota, its static one is rule `steps`."""
     given, prompt = case["params"], case["prompt"]
     block, steps = given["block_length"], given["denoising_steps"]
@@ -82,7 +88,7 @@ def test_sdar_generate(params: dict[str, torch.Tensor], case: dict[str, Any]) ->
     if given["remasking_strategy"] == "low_confidence_dynamic":
         rule = {"commit_rule": "threshold", "threshold": given["confidence_threshold"], "min_commit": block // steps}
     answer, states, forwards = run(
-        params, with_blocks(block), prompt, ignore_eos=True,
+        params, with_blocks(block), executor, prompt, ignore_eos=True,
         max_tokens=whole_blocks(prompt, given["gen_length"], block), **rule,
     )  # fmt: skip
     expected = list(case["tokens"])
@@ -100,12 +106,12 @@ def test_sdar_generate(params: dict[str, torch.Tensor], case: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize("case", SDAR["decode_sglang"], ids=lambda case: f"{case['threshold']}-{len(case['prompt'])}")
-def test_sglang_low_confidence(params: dict[str, torch.Tensor], case: dict[str, Any]) -> None:
+def test_sglang_low_confidence(params: dict[str, torch.Tensor], executor: str, case: dict[str, Any]) -> None:
     """SGLang's LowConfidence is rule `threshold`; its count of a block includes the forward that finds it full."""
     prompt, block = case["prompt"], case["block"]
     answer, _, forwards = run(
-        params, with_blocks(block), prompt, ignore_eos=True, commit_rule="threshold", threshold=case["threshold"],
-        max_tokens=whole_blocks(prompt, case["gen_length"], block),
+        params, with_blocks(block), executor, prompt, ignore_eos=True, commit_rule="threshold",
+        threshold=case["threshold"], max_tokens=whole_blocks(prompt, case["gen_length"], block),
     )  # fmt: skip
     assert answer[: case["gen_length"]] == case["tokens"]
     steps = [
@@ -115,7 +121,7 @@ def test_sglang_low_confidence(params: dict[str, torch.Tensor], case: dict[str, 
 
 
 @pytest.mark.parametrize("case", IDLM, ids=lambda case: case["key"])
-def test_idlm_with_shifted_causal_logits(params: dict[str, torch.Tensor], case: dict[str, Any]) -> None:
+def test_idlm_with_shifted_causal_logits(params: dict[str, torch.Tensor], executor: str, case: dict[str, Any]) -> None:
     """I-DLM's conventions (causal in the block, logit shift 1, grid at the prompt's end) with our rules.
 
     Its `threshold` commits p >= threshold besides the best one and goes on spending forwards on full blocks, so the
@@ -130,7 +136,9 @@ def test_idlm_with_shifted_causal_logits(params: dict[str, torch.Tensor], case: 
     rule: dict[str, Any] = {"commit_rule": "steps", "max_denoising_steps": given["steps"] // num_blocks}
     if given["threshold"] is not None:
         rule = {"commit_rule": "threshold", "threshold": given["threshold"]}
-    answer, states, forwards = run(params, config, prompt, ignore_eos=True, max_tokens=given["max_new_tokens"], **rule)
+    answer, states, forwards = run(
+        params, config, executor, prompt, ignore_eos=True, max_tokens=given["max_new_tokens"], **rule
+    )
     assert answer == case["tokens"]
     mask = config.diffusion.mask_token_id
     busy: list[

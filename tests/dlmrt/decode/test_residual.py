@@ -9,12 +9,13 @@ import pytest
 import torch
 
 from dlmrt.decode.engine import Engine
-from dlmrt.decode.sampling import Sampling, banned_ids, predict
+from dlmrt.decode.sampling import banned_ids, predict
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.models import qwen3
 from dlmrt.models.config import ResidualConfig
 from dlmrt.ops.eager import emittable_probs
 from dlmrt.testing import MASK, byte_codec, tiny_config
+from dlmrt.types import Sampling
 
 NUM_PADDED = 40  # rows of the head that the tokenizer has no token for
 RESIDUAL = ResidualConfig(kind="gated_mlp", intermediate_size=24)

@@ -23,10 +23,10 @@ from dlmrt.decode.rules import (
     step_quota,
     within_entropy_bound,
 )
-from dlmrt.decode.sampling import Prediction, Sampling, predict
+from dlmrt.decode.sampling import predict
 from dlmrt.decode.settings import ResolvedDecode, resolve
 from dlmrt.testing import tiny_config
-from dlmrt.types import DecodeConfig
+from dlmrt.types import DecodeConfig, Prediction, Sampling
 
 MASK = 99
 VECTORS = load_file(Path(__file__).parents[2] / "data" / "vectors" / "llada21_sampler_step.safetensors")

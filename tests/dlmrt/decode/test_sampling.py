@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
-from dlmrt.decode.sampling import Sampling, banned_ids, filter_mask, predict
+from dlmrt.decode.sampling import banned_ids, filter_mask, predict
 from dlmrt.errors import NonFiniteError
 from dlmrt.testing import MASK, VOCAB_SIZE, tiny_config
+from dlmrt.types import Sampling
 
 GREEDY = Sampling(temperature=1.0, is_greedy=True, seed=0)
 NONE = np.array([], dtype=np.int32)

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from dlmrt.decode.template import ChatTemplate
 from dlmrt.decode.text import TextCodec
-from dlmrt.errors import UsageError
+from dlmrt.errors import UnknownOptionError, UsageError
 
 TEMPLATES = Path(__file__).parents[2] / "data" / "templates"
 TOOL = {
@@ -247,6 +247,25 @@ def test_a_template_that_reads_the_clock_is_rendered_at_one_time():
     assert "strftime_now" not in template.options
     for _ in range(20):
         template.render([{"role": "user", "content": "Hi <x>"}], add_generation_prompt=True, options={})
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_enable_thinking_is_the_switch_of_any_template(families, name):
+    """As most clients send it, also where the template calls it otherwise; both names at once are one too many."""
+    codec, _ = families[name]
+    for value in (True, False):
+        wanted = codec.encode_messages([USER], **{SWITCH[name]: value})
+        assert codec.encode_messages([USER], enable_thinking=value) == wanted
+    assert codec.encode_messages([USER], enable_thinking=True) != codec.encode_messages([USER], enable_thinking=False)
+    if SWITCH[name] != "enable_thinking":
+        with pytest.raises(UnknownOptionError, match="enable_thinking"):
+            codec.encode_messages([USER], enable_thinking=True, **{SWITCH[name]: True})
+
+
+def test_a_template_without_the_switch_refuses_it():
+    codec = TextCodec(FAMILIES["qwen3"], template="{{ messages[0].content }}")
+    with pytest.raises(UnknownOptionError, match="does not read 'enable_thinking'"):
+        codec.encode_messages([USER], enable_thinking=False)
 
 
 def test_options_are_what_a_caller_may_set(families):

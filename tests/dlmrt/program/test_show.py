@@ -26,7 +26,16 @@ def listings():
     drawn = LoopOptions(
         canvas_length=8, prefill_chunk=512, commit_rule="entropy_bound", is_greedy=False, is_filtered=True
     )
+    grid = {"context_attention": "block_causal", "block_anchor": "position_zero"}
+    shifted = tiny_config(diffusion=grid | {"logit_shift": 1})
+    edited = tiny_config(diffusion=grid | {"delete_token_id": 5, "split_token_id": 6})
+    sub_blocks, indel = (
+        LoopOptions(canvas_length=8, prefill_chunk=512, commit_rule=rule, num_remembered=steps)
+        for rule, steps in (("sub_blocks", 0), ("joint_threshold_indel", 64))
+    )
     return {
+        "loop_sub_blocks_shift.txt": record_loop(shifted, Formats(), sub_blocks, capacity=256),
+        "loop_joint_threshold_indel.txt": record_loop(edited, Formats(), indel, capacity=256),
         "extend.txt": record_extend(config, Formats(), capacity=256, max_rows=512),
         "canvas.txt": record_canvas(config, Formats(), capacity=256, max_rows=8),
         "loop_threshold_residual.txt": record_loop(config, Formats(), greedy, capacity=256),

@@ -141,7 +141,7 @@ def test_interrupt_while_loading(tiny_model, spawn):
     ("arguments", "variables", "said"),
     [
         (["--max-num-seqs", "4"], {}, "'--max-num-seqs'"),
-        (["--tp", "2"], {}, "'--tensor-parallel-size'"),
+        (["--tp", "2"], {}, "torchrun --nproc-per-node 2 -m dlmrt serve"),
         ([], {"DLMRT_FAULT": "nan=0"}, "DLMRT_TESTING=1"),
         ([], {"DLMRT_PORT": "99999"}, "DLMRT_PORT=99999"),
         (["--diffusion-config", "{'a': 1}"], {}, "not valid JSON"),

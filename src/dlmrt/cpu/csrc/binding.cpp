@@ -2,6 +2,7 @@
 //
 // Every call that computes or waits releases the GIL. Source: ours.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/unique_ptr.h>
@@ -42,6 +43,12 @@ void fill_weight(PackedWeight& weight, Pool& pool, int64_t index, const nb::list
   weight.fill(pool, index, list);
 }
 
+// (address, bytes)
+Memory memory_of(nb::handle value) {
+  const auto [begin, bytes] = nb::cast<std::pair<uint64_t, int64_t>>(value);
+  return {address(begin), bytes};
+}
+
 Fields fields_of(const std::string& op, const nb::dict& operands, const nb::dict& attributes) {
   Fields f;
   f.op = op;
@@ -50,7 +57,7 @@ Fields fields_of(const std::string& op, const nb::dict& operands, const nb::dict
     if (nb::isinstance<Ring>(value)) f.ring = nb::cast<std::shared_ptr<Ring>>(value);
     else if (nb::isinstance<PackedWeight>(value))
       f.weights.emplace_back(role, nb::cast<std::shared_ptr<PackedWeight>>(value));
-    else f.pointers.emplace_back(role, address(nb::cast<uint64_t>(value)));
+    else f.memory.emplace_back(role, memory_of(value));
   }
   for (auto [key, value] : attributes) f.numbers.emplace_back(nb::cast<std::string>(key), nb::cast<double>(value));
   return f;
@@ -68,8 +75,6 @@ nb::list read_ring(Ring& ring, double seconds) {
   for (const std::string& r : records) out.append(nb::bytes(r.data(), r.size()));
   return out;
 }
-
-const int32_t* flag_at(uint64_t value) { return static_cast<const int32_t*>(address(value)); }
 
 }  // namespace
 
@@ -92,6 +97,7 @@ NB_MODULE(_native, m) {
     return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr, nullptr});
   });
   m.attr("HEAD_TILE") = kHeadTile;
+  m.attr("IS_CHECKED") = kChecked;
   m.attr("GUMBEL_KEY_BYTES") = static_cast<int>(sizeof(GumbelKey));
 
   nb::class_<Pool>(m, "Pool").def(nb::init<int>()).def_prop_ro("size", &Pool::size);
@@ -108,8 +114,8 @@ NB_MODULE(_native, m) {
                           const std::string& isa) { new (self) Runner(std::move(pool), select_kernels(isa)); })
       .def("add", [](Runner& r, const std::string& op, const nb::dict& operands,
                      const nb::dict& attributes) { r.add(fields_of(op, operands, attributes)); })
-      .def("begin_while", [](Runner& r, uint64_t flag) { r.begin_while(flag_at(flag)); })
-      .def("begin_if", [](Runner& r, uint64_t flag) { r.begin_if(flag_at(flag)); })
+      .def("begin_while", [](Runner& r, nb::handle flag) { r.begin_while(memory_of(flag)); })
+      .def("begin_if", [](Runner& r, nb::handle flag) { r.begin_if(memory_of(flag)); })
       .def("end", &Runner::end)
       .def_prop_ro("scratch_bytes", &Runner::scratch_bytes)
       .def("run", &Runner::run, nb::call_guard<nb::gil_scoped_release>())

@@ -3,30 +3,60 @@
 // Routing happens where the rows are: no number leaves the program, and an expert that no row chose is not read.
 //
 // Source: ours.
+#include <algorithm>
+
 #include "op.hpp"
 #include "kernels/route.hpp"
 
 namespace dlmrt::cpu {
 namespace {
 
-Operand operand(const Fields& f, const char* cells, const char* scales, int64_t width) {
-  return {f.dtype("operand"), 0, width, f.get<void>(cells), f.find<float>(scales)};
+// Rows for which the runs' operand of `width` has room.
+int64_t run_rows(const Fields& f, int64_t width) {
+  return f.bytes("run_cells") / operand_bytes(f.dtype("operand"), kRowGroup, width) * kRowGroup;
+}
+Operand run_operand(const Fields& f, int64_t width) {
+  return f.operand(run_rows(f, width), width, "run_cells", "run_scales");
+}
+
+// What group_choices left: runs of distinct experts one behind the other, all within `rows` rows.
+const ExpertRuns* runs_of(const Fields& f, int64_t experts, int64_t rows) {
+  const auto* runs = reinterpret_cast<const ExpertRuns*>(f.get<int32_t>("runs", ceil_div(expert_runs_bytes(0), 4)));
+  if constexpr (kChecked)
+    f.checks.push_back([=, room = (f.bytes("runs") - expert_runs_bytes(0)) / int64_t{sizeof(ExpertRun)},
+                        name = f.op + ": operand 'runs'"] {
+      bool is_good = runs->count >= 0 && runs->count <= std::min(room, experts) && runs->rows >= 0;
+      int64_t expert = -1, end = 0;
+      for (int32_t i = 0; is_good && i < runs->count; i++) {
+        const ExpertRun& run = runs->run[i];
+        is_good = run.expert > expert && run.expert < experts && run.begin >= end && run.begin % kRowGroup == 0 &&
+                  run.rows >= 0;
+        expert = run.expert, end = int64_t{run.begin} + run.rows;
+      }
+      if (!is_good || end > rows || runs->rows > rows)
+        throw std::out_of_range(name + " holds runs that are out of order, of unknown experts or past " +
+                                std::to_string(rows) + " rows");
+    });
+  return runs;
 }
 
 class RouteSigmoid : public Op {
  public:
   explicit RouteSigmoid(const Fields& f) : rows_(f), args_{} {
-    args_.logits = f.get<float>("logits");
-    args_.bias = f.get<float>("bias");
-    args_.experts = f.integer("num_experts");
-    args_.choices = f.integer("top_k");
-    args_.groups = static_cast<int32_t>(f.integer("num_groups"));
-    args_.kept_groups = static_cast<int32_t>(f.integer("num_kept_groups"));
-    args_.capacity = static_cast<int32_t>(f.integer("capacity"));
-    args_.block_length = args_.capacity ? static_cast<int32_t>(f.integer("block_length")) : 1;
-    args_.factor = static_cast<float>(f.number("scaling_factor"));
-    args_.chosen = f.get<int32_t>("experts");
-    args_.weights = f.get<float>("weights");
+    args_.experts = f.size("num_experts");
+    args_.choices = f.integer("top_k", 1, args_.experts);
+    args_.logits = f.get<float>("logits", product(rows_.max(), args_.experts));
+    args_.bias = f.get<float>("bias", args_.experts);
+    args_.groups = static_cast<int32_t>(f.integer("num_groups", 1, args_.experts));
+    args_.kept_groups = static_cast<int32_t>(f.integer("num_kept_groups", 1, args_.groups));
+    args_.capacity = static_cast<int32_t>(f.integer("capacity", 0, args_.experts));
+    args_.block_length = args_.capacity ? static_cast<int32_t>(f.integer("block_length", 1, 1 << 16)) : 1;
+    f.require(args_.experts % args_.groups == 0, "num_experts is no multiple of num_groups");
+    f.require(args_.choices <= (args_.capacity ? args_.capacity : args_.experts / args_.groups * args_.kept_groups),
+              "top_k is more than the experts that may be chosen");
+    args_.factor = f.real("scaling_factor");
+    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.choices));
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -43,9 +73,15 @@ class RouteSigmoid : public Op {
 class RouteSoftmax : public Op {
  public:
   explicit RouteSoftmax(const Fields& f)
-      : rows_(f), args_{f.get<float>("logits"),    f.get<float>("expert_scale"), 0,
-                        f.integer("num_experts"),  f.integer("top_k"),           static_cast<float>(f.number("factor")),
-                        f.get<int32_t>("experts"), f.get<float>("weights")} {}
+      : rows_(f), args_{} {
+    args_.experts = f.size("num_experts");
+    args_.choices = f.integer("top_k", 1, args_.experts);
+    args_.logits = f.get<float>("logits", product(rows_.max(), args_.experts));
+    args_.expert_scale = f.get<float>("expert_scale", args_.experts);
+    args_.factor = f.real("factor");
+    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.choices));
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, 1, [&](Range r, int worker) { route_softmax(args_, r, c.worker_scratch(worker)); });
@@ -60,9 +96,15 @@ class RouteSoftmax : public Op {
 class GroupChoices : public Op {
  public:
   explicit GroupChoices(const Fields& f)
-      : rows_(f),
-        args_{f.get<int32_t>("experts"), 0, f.integer("num_experts"), f.integer("top_k"), f.get<ExpertRuns>("runs"),
-              f.get<int32_t>("place")} {}
+      : rows_(f), args_{} {
+    args_.experts = f.size("num_experts");
+    args_.choices = f.integer("top_k", 1, args_.experts);
+    const int64_t choices = product(rows_.max(), args_.choices);
+    args_.chosen = f.get<int32_t>("experts", choices, [rows = rows_, k = args_.choices] { return rows() * k; }, 0,
+                                  args_.experts - 1);
+    args_.runs = reinterpret_cast<ExpertRuns*>(f.get<int32_t>("runs", ceil_div(expert_runs_bytes(args_.experts), 4)));
+    args_.place = f.get<int32_t>("place", choices);
+  }
   void run(const Context&) override {
     args_.rows = rows_();
     group_choices(args_);
@@ -76,9 +118,14 @@ class GroupChoices : public Op {
 class GatherRows : public Op {
  public:
   explicit GatherRows(const Fields& f)
-      : rows_(f),
-        args_{operand(f, "cells", "scales", f.integer("width")),
-              operand(f, "run_cells", "run_scales", f.integer("width")), f.integer("top_k"), f.get<int32_t>("place")} {}
+      : rows_(f), args_{} {
+    const int64_t width = f.size("width");
+    args_.choices = f.size("top_k");
+    args_.from = f.operand(rows_.max(), width);
+    args_.to = run_operand(f, width);
+    args_.place = f.get<int32_t>("place", product(rows_.max(), args_.choices),
+                                 [rows = rows_, k = args_.choices] { return rows() * k; }, 0, run_rows(f, width) - 1);
+  }
   void run(const Context& c) override {
     c.pool.split(rows_() * args_.choices, 1, [&](Range r, int) { gather_rows(args_, r); });
   }
@@ -94,8 +141,9 @@ class ExpertLinear : public Op {
     const Weight& w = args_.weight = weight_->view();
     args_.panel_stride = weight_->panel_stride();
     args_.scale_stride = args_.sum_stride = weight_->column_stride();
-    args_.input = operand(f, "run_cells", "run_scales", w.k);
-    args_.runs = f.get<ExpertRuns>("runs");
+    require_operand_of(f, w);
+    args_.input = run_operand(f, w.k);
+    args_.runs = runs_of(f, weight_->count(), std::min(run_rows(f, w.k), f.count<float>("y") / w.n));
     args_.out = f.get<float>("y");
     args_.ld_out = w.n;
   }
@@ -113,10 +161,11 @@ class ExpertLinear : public Op {
 // The gate of every row of every run.
 class ExpertGate : public Op {
  public:
-  explicit ExpertGate(const Fields& f) : runs_(f.get<ExpertRuns>("runs")), is_gelu_(f.integer("is_gelu") != 0) {
-    const int64_t width = f.integer("width");
+  explicit ExpertGate(const Fields& f) : is_gelu_(f.flag("is_gelu")) {
+    const int64_t width = f.size("width");
     float* gate = f.get<float>("gate_up");
-    args_ = {gate, gate + width, 2 * width, 0, operand(f, "run_cells", "run_scales", width)};
+    args_ = {gate, gate + width, 2 * width, 0, run_operand(f, width)};
+    runs_ = runs_of(f, INT32_MAX, std::min(run_rows(f, width), f.count<float>("gate_up") / (2 * width)));
   }
   void run(const Context& c) override {
     const auto gate = is_gelu_ ? c.kernels.gelu_mul : c.kernels.silu_mul;
@@ -131,16 +180,24 @@ class ExpertGate : public Op {
   }
 
  private:
-  const ExpertRuns* runs_;
   bool is_gelu_;
   SiluMulArgs args_;
+  const ExpertRuns* runs_;
 };
 
 class Combine : public Op {
  public:
   explicit Combine(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"),  f.get<int32_t>("place"), f.get<float>("weights"), 0,
-                        f.integer("top_k"), f.integer("width"),      f.get<float>("y")} {}
+      : rows_(f), args_{} {
+    args_.choices = f.size("top_k");
+    args_.width = f.size("width");
+    args_.x = f.get<float>("x");
+    args_.place = f.get<int32_t>("place", product(rows_.max(), args_.choices),
+                                 [rows = rows_, k = args_.choices] { return rows() * k; }, 0,
+                                 f.count<float>("x") / args_.width - 1);
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
+    args_.y = f.get<float>("y", product(rows_.max(), args_.width));
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.combine(args_, r); });

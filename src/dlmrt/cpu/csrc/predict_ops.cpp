@@ -14,16 +14,20 @@
 namespace dlmrt::cpu {
 namespace {
 
-HeadPartials partials_of(const Fields& f) {
+HeadPartials partials_of(const Fields& f, int64_t rows, int64_t vocab) {
   HeadPartials p{};
-  p.row_stride = f.integer("row_stride");
-  p.max = f.get<float>("tile_max");
-  p.sum = f.get<float>("tile_sum");
-  p.weighted = f.get<float>("tile_weighted");
-  p.argmax = f.get<int32_t>("tile_argmax");
-  p.sample_score = f.find<float>("tile_score");
-  p.sample_logit = f.find<float>("tile_sample_logit");
-  p.sample_id = f.find<int32_t>("tile_sample");
+  p.row_stride = f.integer("row_stride", round_up(rows, 16));
+  f.require(p.row_stride % 16 == 0, "row_stride is no multiple of 16");
+  const int64_t count = product(head_tiles(vocab), p.row_stride);
+  p.max = f.get<float>("tile_max", count);
+  p.sum = f.get<float>("tile_sum", count);
+  p.weighted = f.get<float>("tile_weighted", count);
+  p.argmax = f.get<int32_t>("tile_argmax", count);
+  p.sample_score = f.find<float>("tile_score", count);
+  p.sample_logit = f.find<float>("tile_sample_logit", count);
+  p.sample_id = f.find<int32_t>("tile_sample", count);
+  f.require(!p.sample_score == !p.sample_logit && !p.sample_score == !p.sample_id,
+            "the three tables of a draw come together");
   return p;
 }
 
@@ -35,7 +39,7 @@ class GumbelKeys : public Op {
         seed_(f.get<uint64_t>("seed")),
         step_(f.get<int32_t>("step")),
         block_(f.get<int32_t>("block_idx")),
-        keys_(f.get<GumbelKey>("keys")) {}
+        keys_(f.get<GumbelKey>("keys", rows_.max())) {}
   void run(const Context&) override {
     for (int64_t slot = 0; slot < rows_(); slot++)
       keys_[slot] = {{static_cast<uint32_t>(*seed_), static_cast<uint32_t>(*seed_ >> 32)},
@@ -55,15 +59,17 @@ class HeadStats : public Op {
  public:
   explicit HeadStats(const Fields& f) : weight_(f.weight("weight")), rows_(f), args_{} {
     args_.weight = weight_->view();
-    args_.input = {f.dtype("operand"), 0, args_.weight.k, f.get<void>("cells"), f.find<float>("scales")};
-    args_.softcap = f.has("softcap") ? static_cast<float>(f.number("softcap")) : 0.f;
+    require_operand_of(f, args_.weight);
+    const int64_t rows = rows_.max(), vocab = args_.weight.n;
+    args_.input = f.operand(rows, args_.weight.k);
+    args_.softcap = f.has("softcap") ? f.real("softcap") : 0.f;
     args_.temperature = f.get<float>("temperature");
-    args_.banned = f.get<uint32_t>("banned");
-    args_.gumbel = f.find<GumbelKey>("keys");
-    args_.partials = partials_of(f);
-    args_.logits = f.find<float>("logits");
-    args_.ld_logits = args_.weight.n;
-    max_rows_ = f.integer("max_rows");
+    args_.banned = f.get<uint32_t>("banned", ceil_div(vocab, 32));
+    args_.gumbel = f.find<GumbelKey>("keys", rows);
+    args_.partials = partials_of(f, rows, vocab);
+    f.require(!args_.gumbel == !args_.partials.sample_id, "a draw needs keys and its tables");
+    args_.logits = f.find<float>("logits", product(rows, vocab));
+    args_.ld_logits = vocab;
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -72,7 +78,7 @@ class HeadStats : public Op {
   }
   int64_t worker_bytes() const override {
     HeadArgs largest = args_;
-    largest.rows = max_rows_;
+    largest.rows = rows_.max();
     return head_scratch_bytes(largest);
   }
 
@@ -80,21 +86,23 @@ class HeadStats : public Op {
   std::shared_ptr<const PackedWeight> weight_;
   Count rows_;
   HeadArgs args_;
-  int64_t max_rows_;
 };
 
 class HeadMerge : public Op {
  public:
   explicit HeadMerge(const Fields& f) : rows_(f), args_{} {
-    args_.partials = partials_of(f);
-    args_.vocab = f.integer("vocab");
-    args_.argmax = f.get<int32_t>("argmax");
-    args_.max_logit = f.get<float>("max_logit");
-    args_.log_sum_exp = f.get<float>("log_sum_exp");
-    args_.entropy = f.get<float>("entropy");
-    args_.sample_id = f.find<int32_t>("sample");
-    args_.sample_logit = f.find<float>("sample_logit");
-    args_.confidence = f.get<float>("argmax_confidence");
+    const int64_t rows = rows_.max();
+    args_.vocab = f.size("vocab");
+    args_.partials = partials_of(f, rows, args_.vocab);
+    args_.argmax = f.get<int32_t>("argmax", rows);
+    args_.max_logit = f.get<float>("max_logit", rows);
+    args_.log_sum_exp = f.get<float>("log_sum_exp", rows);
+    args_.entropy = f.get<float>("entropy", rows);
+    args_.sample_id = f.find<int32_t>("sample", rows);
+    args_.sample_logit = f.find<float>("sample_logit", rows);
+    f.require(!args_.sample_id == !args_.sample_logit, "'sample' and 'sample_logit' come together");
+    f.require(!args_.sample_id || args_.partials.sample_id, "a draw needs its tables");
+    args_.confidence = f.get<float>("argmax_confidence", rows);
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -111,18 +119,18 @@ class FilteredDraw : public Op {
  public:
   explicit FilteredDraw(const Fields& f)
       : rows_(f),
-        vocab_(f.integer("vocab")),
-        logits_(f.get<float>("logits")),
-        max_logit_(f.get<float>("max_logit")),
-        is_drawn_(f.get<uint8_t>("is_drawn")),
+        vocab_(f.size("vocab")),
+        logits_(f.get<float>("logits", product(rows_.max(), vocab_))),
+        max_logit_(f.get<float>("max_logit", rows_.max())),
+        is_drawn_(f.get<uint8_t>("is_drawn", rows_.max())),
         seed_(f.get<uint64_t>("seed")),
         step_(f.get<int32_t>("step")),
         block_(f.get<int32_t>("block_idx")),
         top_k_(f.get<int64_t>("top_k")),
         top_p_(f.get<double>("top_p")),
         min_p_(f.get<float>("min_p")),
-        sample_(f.get<int32_t>("sample")),
-        sample_logit_(f.get<float>("sample_logit")) {}
+        sample_(f.get<int32_t>("sample", rows_.max())),
+        sample_logit_(f.get<float>("sample_logit", rows_.max())) {}
   void run(const Context& c) override {
     c.pool.split(rows_(), 1, [&](Range rows, int worker) {
       for (int64_t m = rows.begin; m < rows.end; m++)
@@ -159,7 +167,7 @@ class FilteredDraw : public Op {
       if (score > best || (score == best && p->id < choice)) best = score, choice = p->id;
     }
     sample_[m] = choice;
-    sample_logit_[m] = logits[choice];
+    sample_logit_[m] = choice < 0 ? std::nanf("") : logits[choice];  // none of a row that is not finite
   }
   // The k largest and all that tie with the k-th.
   Candidate* keep_top_k(Candidate* begin, Candidate* end) const {
@@ -207,17 +215,19 @@ class FinishPredict : public Op {
  public:
   explicit FinishPredict(const Fields& f)
       : rows_(f),
-        argmax_(f.get<int32_t>("argmax")),
-        max_logit_(f.get<float>("max_logit")),
-        log_sum_exp_(f.get<float>("log_sum_exp")),
-        argmax_confidence_(f.get<float>("argmax_confidence")),
-        is_drawn_(f.find<uint8_t>("is_drawn")),
-        sample_(f.find<int32_t>("sample")),
-        sample_logit_(f.find<float>("sample_logit")),
-        token_(f.get<int32_t>("token")),
-        confidence_(f.get<float>("confidence")),
-        is_finite_row_(f.get<uint8_t>("is_finite_row")),
-        is_finite_(f.get<int32_t>("is_finite")) {}
+        argmax_(f.get<int32_t>("argmax", rows_.max())),
+        max_logit_(f.get<float>("max_logit", rows_.max())),
+        log_sum_exp_(f.get<float>("log_sum_exp", rows_.max())),
+        argmax_confidence_(f.get<float>("argmax_confidence", rows_.max())),
+        is_drawn_(f.find<uint8_t>("is_drawn", rows_.max())),
+        sample_(f.find<int32_t>("sample", rows_.max())),
+        sample_logit_(f.find<float>("sample_logit", rows_.max())),
+        token_(f.get<int32_t>("token", rows_.max())),
+        confidence_(f.get<float>("confidence", rows_.max())),
+        is_finite_row_(f.get<uint8_t>("is_finite_row", rows_.max())),
+        is_finite_(f.get<int32_t>("is_finite")) {
+    f.require(!is_drawn_ || (sample_ && sample_logit_), "'is_drawn' needs 'sample' and 'sample_logit'");
+  }
   void run(const Context&) override {
     *is_finite_ = 1;
     for (int64_t m = 0; m < rows_(); m++) {
@@ -245,12 +255,10 @@ class FinishPredict : public Op {
 class Probabilities : public Op {
  public:
   explicit Probabilities(const Fields& f) : rows_(f), args_{} {
-    const int64_t vocab = f.integer("vocab");
-    args_ = {f.get<float>("logits"),
-             vocab,
-             0,
-             f.get<float>("log_sum_exp"),
-             {f.dtype("operand"), 0, vocab, f.get<void>("cells"), nullptr}};
+    const int64_t vocab = f.size("vocab"), rows = rows_.max();
+    args_ = {f.get<float>("logits", product(rows, vocab)), vocab, 0, f.get<float>("log_sum_exp", rows),
+             f.operand(rows, vocab)};
+    f.require(args_.out.dtype != DType::kInt8, "probabilities have no int8 form");
   }
   void run(const Context& c) override {
     args_.rows = rows_();

@@ -19,16 +19,18 @@ class Runner {
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
 
-  // Building: nodes in listing order, bodies between begin and end.
-  void add(const Fields& fields);
-  void begin_while(const int32_t* flag) { begin(flag, true); }
-  void begin_if(const int32_t* flag) { begin(flag, false); }
+  // Building: nodes in listing order, bodies between begin and end. Throws std::invalid_argument for a node that does
+  // not fit its operands.
+  void add(Fields fields);
+  void begin_while(const Memory& flag) { begin(flag, true); }
+  void begin_if(const Memory& flag) { begin(flag, false); }
   void end();
 
   // Bytes of worker scratch so far.
   int64_t scratch_bytes() const { return worker_bytes_ * pool_->size(); }
 
-  // From the first node to the last, on the calling thread and the pool.
+  // From the first node to the last, on the calling thread and the pool. Where DLMRT_CHECKED is defined, throws
+  // std::out_of_range before an operation that finds an operand out of its bounds.
   void run();
   // The same on a thread of its own, until `join`; one start at a time. `check` throws what ended that thread early.
   void start();
@@ -38,6 +40,7 @@ class Runner {
  private:
   struct Instruction {
     std::unique_ptr<Op> op;  // null: jump
+    std::vector<std::function<void()>> checks;  // before op or jump
     const int32_t* flag;     // jump only if this is 0; null: always
     size_t target;
   };
@@ -45,7 +48,7 @@ class Runner {
     size_t at;
     bool is_loop;
   };
-  void begin(const int32_t* flag, bool is_loop);
+  void begin(const Memory& flag, bool is_loop);
 
   std::shared_ptr<Pool> pool_;
   const KernelTable& kernels_;

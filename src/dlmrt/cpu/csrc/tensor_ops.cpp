@@ -1,6 +1,7 @@
 // Nodes of the forward pass: each fills a kernel's arguments once and divides its units over the pool at every run.
 //
 // Left out: any decision. Shapes, layouts and order were decided by lower.py. Source: ours.
+#include <algorithm>
 #include <cstring>
 
 #include "op.hpp"
@@ -8,27 +9,28 @@
 namespace dlmrt::cpu {
 namespace {
 
-Operand operand(const Fields& f, int64_t width) {
-  return {f.dtype("operand"), 0, width, f.get<void>("cells"), f.find<float>("scales")};
-}
-
 class Embed : public Op {
  public:
   explicit Embed(const Fields& f)
-      : rows_(f),
-        args_{f.dtype("table_dtype"),
-              f.find<void>("table"),
-              f.get<int32_t>("ids"),
-              0,
-              f.integer("width"),
-              f.get<float>("x"),
-              f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f,
-              0} {
-    if (args_.table) return;
-    packed_ = f.weight("table");
-    const Weight& w = packed_->view();
-    args_.table = w.panels;
-    args_.panel_bytes = panel_bytes(w.dtype, w.group, w.k);
+      : rows_(f), args_{} {
+    args_.dtype = f.dtype("table_dtype");
+    f.require(args_.dtype != DType::kInt8 || !f.bytes("table"), "a table in rows has no int8 form");
+    args_.width = f.size("width");
+    args_.out = f.get<float>("x", product(rows_.max(), args_.width));
+    args_.scale = f.has("scale") ? f.real("scale") : 0.f;
+    args_.table = f.find<void>("table");
+    int64_t vocab = f.bytes("table") / (args_.width * kCellBytes / values_per_cell(args_.dtype));
+    if (!args_.table) {
+      packed_ = f.weight("table");
+      const Weight& w = packed_->view();
+      f.require(w.dtype == args_.dtype && w.k == args_.width, "weight 'table' has another type or width");
+      args_.table = w.panels;
+      args_.panel_bytes = panel_bytes(w.dtype, w.group, w.k);
+      args_.row_scale = w.column_scale;
+      vocab = w.n;
+    }
+    f.require(vocab > 0, "operand 'table' holds no row");
+    args_.ids = f.get<int32_t>("ids", rows_.max(), rows_, 0, vocab - 1);
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -44,12 +46,12 @@ class Embed : public Op {
 class RmsNorm : public Op {
  public:
   explicit RmsNorm(const Fields& f) : rows_(f), args_{} {
-    args_.x = f.get<float>("x");
-    args_.weight = f.find<float>("weight");
-    args_.eps = static_cast<float>(f.number("eps"));
-    args_.width = f.integer("width");
-    args_.out_rows = f.find<float>("y");
-    if (f.find<void>("cells")) args_.out = operand(f, args_.width);
+    args_.width = f.size("width");
+    args_.x = f.get<float>("x", product(rows_.max(), args_.width));
+    args_.weight = f.find<float>("weight", args_.width);
+    args_.eps = f.real("eps");
+    args_.out_rows = f.find<float>("y", product(rows_.max(), args_.width));
+    if (f.bytes("cells")) args_.out = f.operand(rows_.max(), args_.width);
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -64,7 +66,11 @@ class RmsNorm : public Op {
 class QuantizeRows : public Op {
  public:
   explicit QuantizeRows(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"), f.integer("width"), 0, operand(f, f.integer("width"))} {}
+      : rows_(f), args_{} {
+    args_.ld = f.size("width");
+    args_.x = f.get<float>("x", product(rows_.max(), args_.ld));
+    args_.out = f.operand(rows_.max(), args_.ld);
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.quantize_rows(args_, r); });
@@ -79,7 +85,9 @@ class Linear : public Op {
  public:
   explicit Linear(const Fields& f) : weight_(f.weight("weight")), rows_(f) {
     const Weight& w = weight_->view();
-    args_ = {w, operand(f, w.k), 0, f.get<float>("y"), w.n, static_cast<int32_t>(f.integer("accumulate"))};
+    require_operand_of(f, w);
+    args_ = {w, f.operand(rows_.max(), w.k), 0, f.get<float>("y", product(rows_.max(), w.n)), w.n,
+             static_cast<int32_t>(f.integer("accumulate", 0, 1))};
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -99,9 +107,9 @@ class Linear : public Op {
 class GatedProduct : public Op {
  public:
   explicit GatedProduct(const Fields& f) : rows_(f), is_gelu_(f.op == "gelu_mul") {
-    const int64_t width = f.integer("width");
-    float* gate = f.get<float>("gate_up");
-    args_ = {gate, gate + width, 2 * width, 0, operand(f, width)};
+    const int64_t width = f.size("width");
+    float* gate = f.get<float>("gate_up", product(rows_.max(), 2, width));
+    args_ = {gate, gate + width, 2 * width, 0, f.operand(rows_.max(), width)};
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -115,9 +123,56 @@ class GatedProduct : public Op {
   SiluMulArgs args_;
 };
 
+// Gate and up projection and the gated product. A thread has the same columns of both, so that only its cells and one
+// number a row pass to the others.
+class GatedLinear : public Op {
+ public:
+  explicit GatedLinear(const Fields& f) : weight_(f.weight("weight")), rows_(f), is_gelu_(f.flag("is_gelu")) {
+    const Weight& w = weight_->view();
+    require_operand_of(f, w);
+    f.require(w.n % (2 * kPanel) == 0, "gate and up are not whole panels");
+    width_ = w.n / 2;
+    float* out = f.get<float>("gate_up", product(rows_.max(), w.n));
+    linear_ = {w, f.operand(rows_.max(), w.k), 0, out, w.n, 0};
+    gate_ = {out, out + width_, w.n, 0,
+             f.operand(rows_.max(), width_, "product_cells", "product_scales", "product_operand")};
+  }
+  void run(const Context& c) override {
+    const int64_t rows = linear_.rows = gate_.rows = rows_(), panels = width_ / kPanel;
+    for (int i = 0; i < c.pool.size(); i++) std::fill_n(top(c, i), rows, 0);
+    c.pool.split(panels, 1, [&](Range r, int worker) {
+      c.kernels.linear(linear_, r, c.worker_scratch(worker));
+      c.kernels.linear(linear_, {panels + r.begin, panels + r.end}, c.worker_scratch(worker));
+      c.kernels.gate_columns(gate_, is_gelu_, r, top(c, worker));
+    });
+    int32_t* const most = top(c, 0);
+    for (int i = 1; i < c.pool.size(); i++)
+      for (int64_t m = 0; m < rows; m++) most[m] = std::max(most[m], top(c, i)[m]);
+    c.pool.split(panels, 1, [&](Range r, int) { c.kernels.pack_columns(gate_, r, most); });
+  }
+  int64_t worker_bytes() const override { return top_offset() + rows_.max() * int64_t{sizeof(int32_t)}; }
+
+ private:
+  int64_t top_offset() const { return round_up(weight_scratch_bytes(linear_.weight), int64_t{kAlignment}); }
+  int32_t* top(const Context& c, int worker) const {  // of each row, over a worker's columns
+    return reinterpret_cast<int32_t*>(static_cast<uint8_t*>(c.worker_scratch(worker)) + top_offset());
+  }
+
+  std::shared_ptr<const PackedWeight> weight_;
+  Count rows_;
+  bool is_gelu_;
+  int64_t width_;
+  LinearArgs linear_;
+  SiluMulArgs gate_;
+};
+
 class Scale : public Op {
  public:
-  explicit Scale(const Fields& f) : rows_(f), args_{f.get<float>("x"), f.get<float>("factor"), 0, f.integer("width")} {}
+  explicit Scale(const Fields& f) : rows_(f), args_{} {
+    args_.width = f.size("width");
+    args_.x = f.get<float>("x", product(rows_.max(), args_.width));
+    args_.factor = f.get<float>("factor");
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scale(args_, r); });
@@ -133,9 +188,9 @@ class AddBias : public Op {
  public:
   explicit AddBias(const Fields& f)
       : rows_(f),
-        x_(f.get<float>("x")),
-        bias_{f.get<float>("bq"), f.get<float>("bk"), f.get<float>("bv")},
-        width_{f.integer("width_bq"), f.integer("width_bk"), f.integer("width_bv")} {}
+        width_{f.size("width_bq"), f.size("width_bk"), f.size("width_bv")},
+        x_(f.get<float>("x", product(rows_.max(), width_[0] + width_[1] + width_[2]))),
+        bias_{f.get<float>("bq", width_[0]), f.get<float>("bk", width_[1]), f.get<float>("bv", width_[2])} {}
   void run(const Context& c) override {
     c.pool.split(rows_(), kRowGroup, [&](Range r, int) {
       for (int64_t m = r.begin; m < r.end; m++) {
@@ -148,15 +203,19 @@ class AddBias : public Op {
 
  private:
   Count rows_;
+  int64_t width_[3];
   float* x_;
   const float* bias_[3];
-  int64_t width_[3];
 };
 
 class SoftCap : public Op {
  public:
   explicit SoftCap(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"), static_cast<float>(f.number("cap")), 0, f.integer("width")} {}
+      : rows_(f), args_{} {
+    args_.width = f.size("width");
+    args_.x = f.get<float>("x", product(rows_.max(), args_.width));
+    args_.cap = f.real("cap");
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.soft_cap(args_, r); });
@@ -170,12 +229,13 @@ class SoftCap : public Op {
 class ScaledAdd : public Op {
  public:
   explicit ScaledAdd(const Fields& f)
-      : rows_(f), args_{f.get<float>("x"),
-                        f.get<float>("delta"),
-                        f.find<uint8_t>("where"),
-                        static_cast<float>(f.number("alpha")),
-                        0,
-                        f.integer("width")} {}
+      : rows_(f), args_{} {
+    args_.width = f.size("width");
+    args_.x = f.get<float>("x", product(rows_.max(), args_.width));
+    args_.delta = f.get<float>("delta", product(rows_.max(), args_.width));
+    args_.where = f.find<uint8_t>("where", rows_.max());
+    args_.alpha = f.real("alpha");
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scaled_add(args_, r); });
@@ -187,37 +247,85 @@ class ScaledAdd : public Op {
 };
 
 KvCache cache_of(const Fields& f) {
-  return {f.dtype("cache_dtype"),
-          static_cast<int32_t>(f.integer("page_size")),
-          static_cast<int32_t>(f.integer("num_kv_heads")),
-          static_cast<int32_t>(f.integer("head_dim")),
-          f.get<void>("cache"),
-          nullptr};
+  KvCache cache{f.dtype("cache_dtype", DType::kBF16),
+                static_cast<int32_t>(f.size("page_size")),
+                static_cast<int32_t>(f.integer("num_kv_heads", 1, 1 << 16)),
+                static_cast<int32_t>(f.integer("head_dim", 1, kMaxHeadDim)),
+                f.get<void>("cache"),
+                nullptr};
+  f.require(cache.page_size % kPanel == 0, "pages are whole panels of 16 positions");
+  return cache;
+}
+// Positions for which the cache has pages.
+int64_t positions_of(const Fields& f, const KvCache& cache) {
+  return f.bytes("cache") / kv_page_bytes(cache) * cache.page_size;
+}
+int32_t num_heads_of(const Fields& f, const KvCache& cache) {
+  const auto heads = static_cast<int32_t>(f.integer("num_heads", 1, 1 << 16));
+  f.require(heads % cache.num_kv_heads == 0, "num_heads is no multiple of num_kv_heads");
+  return heads;
+}
+// Bytes of the queries: an operand per kv head.
+int64_t query_bytes(const KvCache& cache, int64_t rows, int32_t num_heads) {
+  return product(operand_bytes(cache.dtype, rows * (num_heads / cache.num_kv_heads), cache.head_dim),
+                 cache.num_kv_heads);
+}
+
+QkvArgs qkv_args(const Fields& f, const Count& rows) {
+  QkvArgs args{};
+  args.cache = cache_of(f);
+  args.num_heads = num_heads_of(f, args.cache);
+  args.is_v_from_k = f.flag("is_v_from_k");
+  args.is_v_normed = f.flag("is_v_normed");
+  args.scale = f.has("scale") ? f.real("scale") : 0.f;
+  const int32_t kv = args.is_v_from_k ? 1 : 2;
+  args.ld = (args.num_heads + kv * args.cache.num_kv_heads) * int64_t{args.cache.head_dim};
+  args.qkv = f.get<float>("qkv", product(rows.max(), args.ld));
+  args.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim", 2, args.cache.head_dim));
+  f.require(args.rotary_dim % 2 == 0, "rotary_dim is odd");
+  args.q_norm = f.find<float>("q_norm", args.cache.head_dim);
+  args.k_norm = f.find<float>("k_norm", args.cache.head_dim);
+  args.eps = f.real("eps");
+  args.cos = f.get<float>("cos");
+  args.sin = f.get<float>("sin");
+  const int64_t turned = std::min(f.count<float>("cos"), f.count<float>("sin")) / (args.rotary_dim / 2);
+  args.positions =
+      f.get<int32_t>("positions", rows.max(), rows, 0, std::min(turned, positions_of(f, args.cache)) - 1);
+  args.q = f.get<void>("q", query_bytes(args.cache, rows.max(), args.num_heads));
+  return args;
+}
+
+AttentionArgs attention_args(const Fields& f, const Count& rows) {
+  AttentionArgs args{};
+  args.cache = cache_of(f);
+  args.num_heads = num_heads_of(f, args.cache);
+  args.q = f.get<void>("q", query_bytes(args.cache, rows.max(), args.num_heads));
+  args.chunk = static_cast<int32_t>(f.integer("chunk", 1, 1 << 20));
+  f.require(args.chunk % args.cache.page_size == 0, "chunks are whole pages");
+  const int64_t capacity = positions_of(f, args.cache);
+  args.visible = f.get<int32_t>("visible", rows.max(), rows, 0, capacity);
+  args.first = f.find<int32_t>("first", rows.max());
+  f.expect("first", args.first, rows, 0, capacity);
+  args.ld_out = args.num_heads * int64_t{args.cache.head_dim};
+  args.out = f.get<float>("y", product(rows.max(), args.ld_out));
+  return args;
+}
+
+void store_qkv(const Context& c, const QkvArgs& args) {
+  c.pool.split(args.rows, 1,
+               [&](Range r, int) { c.kernels.qk_norm_rope_store(args, r, {0, args.cache.num_kv_heads}); });
+}
+void attend(const Context& c, const AttentionArgs& args) {
+  c.pool.split(attention_units(args), 1,
+               [&](Range r, int worker) { c.kernels.attention(args, r, c.worker_scratch(worker)); });
 }
 
 class QkNormRopeStore : public Op {
  public:
-  explicit QkNormRopeStore(const Fields& f) : rows_(f), args_{} {
-    args_.cache = cache_of(f);
-    args_.qkv = f.get<float>("qkv");
-    args_.num_heads = static_cast<int32_t>(f.integer("num_heads"));
-    args_.is_v_from_k = f.has("is_v_from_k") && f.integer("is_v_from_k");
-    args_.is_v_normed = f.has("is_v_normed") && f.integer("is_v_normed");
-    args_.scale = f.has("scale") ? static_cast<float>(f.number("scale")) : 0.f;
-    const int32_t kv = args_.is_v_from_k ? 1 : 2;
-    args_.ld = (args_.num_heads + kv * args_.cache.num_kv_heads) * int64_t{args_.cache.head_dim};
-    args_.rotary_dim = static_cast<int32_t>(f.integer("rotary_dim"));
-    args_.q_norm = f.find<float>("q_norm");
-    args_.k_norm = f.find<float>("k_norm");
-    args_.eps = static_cast<float>(f.number("eps"));
-    args_.cos = f.get<float>("cos");
-    args_.sin = f.get<float>("sin");
-    args_.positions = f.get<int32_t>("positions");
-    args_.q = f.get<void>("q");
-  }
+  explicit QkNormRopeStore(const Fields& f) : rows_(f), args_(qkv_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.qk_norm_rope_store(args_, r); });
+    store_qkv(c, args_);
   }
 
  private:
@@ -227,20 +335,10 @@ class QkNormRopeStore : public Op {
 
 class Attention : public Op {
  public:
-  explicit Attention(const Fields& f) : rows_(f), args_{} {
-    args_.cache = cache_of(f);
-    args_.q = f.get<void>("q");
-    args_.num_heads = static_cast<int32_t>(f.integer("num_heads"));
-    args_.chunk = static_cast<int32_t>(f.integer("chunk"));
-    args_.visible = f.get<int32_t>("visible");
-    args_.first = f.find<int32_t>("first");
-    args_.out = f.get<float>("y");
-    args_.ld_out = args_.num_heads * int64_t{args_.cache.head_dim};
-  }
+  explicit Attention(const Fields& f) : rows_(f), args_(attention_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
-    c.pool.split(attention_units(args_), 1,
-                 [&](Range r, int worker) { c.kernels.attention(args_, r, c.worker_scratch(worker)); });
+    attend(c, args_);
   }
   int64_t worker_bytes() const override { return attention_scratch_bytes(args_); }
 
@@ -249,15 +347,67 @@ class Attention : public Op {
   AttentionArgs args_;
 };
 
+// Projection, norm and rotation of q and k, store and attention. Where the kv heads can be shared out evenly, a thread
+// does all of it for its own and waits for nobody; otherwise each part is divided in its own way.
+class QkvAttention : public Op {
+ public:
+  explicit QkvAttention(const Fields& f)
+      : weight_(f.weight("weight")), rows_(f), qkv_(qkv_args(f, rows_)), attention_(attention_args(f, rows_)) {
+    const Weight& w = weight_->view();
+    require_operand_of(f, w);
+    f.require(w.n == qkv_.ld && w.n % kPanel == 0, "the weight does not have the columns of the heads");
+    linear_ = {w, f.operand(rows_.max(), w.k), 0, f.get<float>("qkv", product(rows_.max(), w.n)), w.n, 0};
+  }
+  void run(const Context& c) override {
+    linear_.rows = qkv_.rows = attention_.rows = rows_();
+    const int64_t heads = qkv_.cache.num_kv_heads, threads = c.pool.size();
+    if (qkv_.cache.head_dim % kPanel || (heads % threads && heads < 4 * threads)) {
+      c.pool.split(num_panels(linear_.weight.n), 1,
+                   [&](Range r, int worker) { c.kernels.linear(linear_, r, c.worker_scratch(worker)); });
+      store_qkv(c, qkv_);
+      attend(c, attention_);
+      return;
+    }
+    const int64_t units = attention_units(attention_) / heads;
+    c.pool.split(heads, 1, [&](Range some, int worker) {
+      project(c, some, worker);
+      c.kernels.qk_norm_rope_store(qkv_, {0, qkv_.rows}, some);
+      c.kernels.attention(attention_, {some.begin * units, some.end * units}, c.worker_scratch(worker));
+    });
+  }
+  int64_t worker_bytes() const override {
+    return std::max(weight_scratch_bytes(linear_.weight), attention_scratch_bytes(attention_));
+  }
+
+ private:
+  // Columns of some kv heads and of the q heads that read them.
+  void project(const Context& c, Range heads, int worker) const {
+    const int64_t width = qkv_.cache.head_dim / kPanel, kv = qkv_.cache.num_kv_heads, group = qkv_.num_heads / kv;
+    const auto panels = [&](int64_t first, int64_t each) {
+      const Range r{(first + heads.begin * each) * width, (first + heads.end * each) * width};
+      c.kernels.linear(linear_, r, c.worker_scratch(worker));
+    };
+    panels(0, group);
+    panels(qkv_.num_heads, 1);
+    if (!qkv_.is_v_from_k) panels(qkv_.num_heads + kv, 1);
+  }
+
+  std::shared_ptr<const PackedWeight> weight_;
+  Count rows_;
+  QkvArgs qkv_;
+  AttentionArgs attention_;
+  LinearArgs linear_;
+};
+
 // First position that a row sees through a window: it counts itself, or with is_shared the whole canvas, as one.
 class WindowStart : public Op {
  public:
   explicit WindowStart(const Fields& f)
       : rows_(f),
-        positions_(f.get<int32_t>("positions")),
-        first_(f.get<int32_t>("first")),
-        window_(static_cast<int32_t>(f.integer("window"))),
-        is_shared_(f.integer("is_shared") != 0) {}
+        positions_(f.get<int32_t>("positions", rows_.max(), rows_, 0, INT32_MAX)),
+        first_(f.get<int32_t>("first", rows_.max())),
+        window_(static_cast<int32_t>(f.size("window"))),
+        is_shared_(f.flag("is_shared")) {}
   void run(const Context&) override {
     for (int64_t m = 0; m < rows_(); m++) {
       const int32_t last = positions_[is_shared_ ? 0 : m] - window_ + 1;
@@ -278,10 +428,10 @@ class HiddenStore : public Op {
  public:
   explicit HiddenStore(const Fields& f)
       : rows_(f),
-        hidden_(f.get<float>("hidden")),
+        width_(f.size("width")),
+        hidden_(f.get<float>("hidden", product(rows_.max(), width_))),
         cache_(f.get<float>("cache")),
-        positions_(f.get<int32_t>("positions")),
-        width_(f.integer("width")) {}
+        positions_(f.get<int32_t>("positions", rows_.max(), rows_, 0, f.count<float>("cache") / width_ - 1)) {}
   void run(const Context&) override {
     for (int64_t m = 0; m < rows_(); m++)
       std::memcpy(cache_ + positions_[m] * width_, hidden_ + m * width_, static_cast<size_t>(width_) * sizeof(float));
@@ -289,42 +439,49 @@ class HiddenStore : public Op {
 
  private:
   Count rows_;
+  int64_t width_;
   const float* hidden_;
   float* cache_;
   const int32_t* positions_;
-  int64_t width_;
 };
 
-// Row i of y is row i - 1 of hidden; row 0 is the last committed one, and a single row needs no hidden.
+// Row i of y is row i - 1 of hidden, or without it of the rows kept behind the context; row 0 is the last committed one.
 class Shift : public Op {
  public:
   explicit Shift(const Fields& f)
       : rows_(f),
-        hidden_(f.find<float>("hidden")),
+        width_(f.size("width")),
+        hidden_(f.find<float>("hidden", product(rows_.max(), width_))),
         cache_(f.get<float>("cache")),
-        context_(f.get<int32_t>("context")),
-        y_(f.get<float>("y")),
-        width_(f.integer("width")) {}
+        context_(f.scalar("context", 0, f.count<float>("cache") / width_ - (hidden_ ? 0 : rows_.max() - 1))),
+        y_(f.get<float>("y", product(rows_.max(), width_))) {}
   void run(const Context&) override {
     const size_t row = static_cast<size_t>(width_) * sizeof(float);
+    const float* rest = hidden_ ? hidden_ : cache_ + *context_ * width_;
     // Slot 0 of the whole sequence has no row before it: it is the prompt's, so what it reads is not used.
-    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : hidden_, row);
-    if (rows_() > 1) std::memcpy(y_ + width_, hidden_, row * static_cast<size_t>(rows_() - 1));
+    std::memcpy(y_, *context_ ? cache_ + (*context_ - 1) * width_ : rest, row);
+    if (rows_() > 1) std::memcpy(y_ + width_, rest, row * static_cast<size_t>(rows_() - 1));
   }
 
  private:
   Count rows_;
+  int64_t width_;
   const float *hidden_, *cache_;
   const int32_t* context_;
   float* y_;
-  int64_t width_;
 };
 
 class SoftEmbedding : public Op {
  public:
-  explicit SoftEmbedding(const Fields& f)
-      : rows_(f), args_{operand(f, f.integer("vocab")),        f.get<void>("table"), 0, f.integer("width"),
-                        static_cast<float>(f.number("scale")), f.get<float>("z")} {}
+  explicit SoftEmbedding(const Fields& f) : rows_(f), args_{} {
+    const int64_t vocab = f.size("vocab");
+    args_.width = f.size("width");
+    args_.probabilities = f.operand(rows_.max(), vocab);
+    f.require(args_.probabilities.dtype != DType::kInt8, "probabilities have no int8 form");
+    args_.table = f.get<void>("table", product(vocab, args_.width, kCellBytes / values_per_cell(f.dtype("operand"))));
+    args_.scale = f.real("scale");
+    args_.out = f.get<float>("z", product(rows_.max(), args_.width));
+  }
   void run(const Context& c) override {
     args_.rows = rows_();
     c.pool.split(num_panels(args_.width), 2, [&](Range r, int) { c.kernels.soft_embedding(args_, r); });
@@ -342,6 +499,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "rms_norm") return std::make_unique<RmsNorm>(f);
   if (f.op == "quantize_rows") return std::make_unique<QuantizeRows>(f);
   if (f.op == "linear") return std::make_unique<Linear>(f);
+  if (f.op == "gated_linear") return std::make_unique<GatedLinear>(f);
   if (f.op == "silu_mul" || f.op == "gelu_mul") return std::make_unique<GatedProduct>(f);
   if (f.op == "add_bias") return std::make_unique<AddBias>(f);
   if (f.op == "scale") return std::make_unique<Scale>(f);
@@ -350,6 +508,7 @@ std::unique_ptr<Op> make_tensor_op(const Fields& f) {
   if (f.op == "scaled_add") return std::make_unique<ScaledAdd>(f);
   if (f.op == "qk_norm_rope_store") return std::make_unique<QkNormRopeStore>(f);
   if (f.op == "attention") return std::make_unique<Attention>(f);
+  if (f.op == "qkv_attention") return std::make_unique<QkvAttention>(f);
   if (f.op == "hidden_store") return std::make_unique<HiddenStore>(f);
   if (f.op == "shift") return std::make_unique<Shift>(f);
   if (f.op == "soft_embedding") return std::make_unique<SoftEmbedding>(f);

@@ -23,7 +23,8 @@ class PackedWeight {
       : panels_(count * num_panels(n) * panel_bytes(dtype, group, k)),
         scales_(count * columns(n) * scale_bytes(dtype)),
         sums_(count * columns(n) * sum_bytes(dtype)),
-        view_{dtype, group, n, k, panels_.data(), nullptr, nullptr} {
+        view_{dtype, group, n, k, panels_.data(), nullptr, nullptr},
+        count_(count) {
     if (scale_bytes(dtype)) view_.column_scale = static_cast<float*>(scales_.data());
     if (sum_bytes(dtype)) view_.column_sum = static_cast<int32_t*>(sums_.data());
   }
@@ -41,6 +42,7 @@ class PackedWeight {
 
   // The first matrix, and what lies between it and the next: bytes of panels, columns of scales and sums.
   const Weight& view() const { return view_; }
+  int64_t count() const { return count_; }
   int64_t panel_stride() const { return num_panels(view_.n) * panel_bytes(view_.dtype, view_.group, view_.k); }
   int64_t column_stride() const { return columns(view_.n); }
 
@@ -51,6 +53,7 @@ class PackedWeight {
 
   AlignedBytes panels_, scales_, sums_;
   Weight view_;
+  int64_t count_;
 };
 
 }  // namespace dlmrt::cpu

@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.rows import store_operand
+
 
 @triton.jit
 def attention(
@@ -80,17 +82,9 @@ def attention(
 
 @triton.jit
 def attention_merge(
-    acc_in,
-    lse_in,
-    y,
-    rows,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    H: tl.constexpr,
-    HP: tl.constexpr,
-    J: tl.constexpr,
-    JP: tl.constexpr,
-):
+    acc_in, lse_in, y, rows, M: tl.constexpr, N: tl.constexpr, H: tl.constexpr, HP: tl.constexpr, J: tl.constexpr,
+    JP: tl.constexpr, NVFP4: tl.constexpr,
+):  # fmt: skip
     """y [M, N H] as operand: the chunks' means, weighted by their sums, in the order of chunks. Grid: rows, N."""
     row, head = tl.program_id(0), tl.program_id(1)
     if row >= tl.load(rows):
@@ -111,4 +105,7 @@ def attention_merge(
         values = tl.load(acc_in + (chunk * stride + at) * H + h, mask=h < num_held, other=0.0)
         out += share * values
     out = out / tl.where(total > 0, total, 1.0)
-    tl.store(y + at * H + h, out.to(y.dtype.element_ty), mask=h < H)
+    if NVFP4:
+        store_operand(y, out, row, head * H, M, N * H, HP, NVFP4)  # H is a power of two
+    else:
+        tl.store(y + at * H + h, out.to(y.dtype.element_ty), mask=h < H)

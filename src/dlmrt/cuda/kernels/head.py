@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.condition import hand_over
+
 LARGEST_ID = tl.constexpr(2147483647)
 SAMPLE_STREAM = tl.constexpr(1)
 
@@ -147,12 +149,12 @@ def head_merge(
     tl.store(is_finite_row + row, is_finite.to(tl.uint8))
 
 
-@triton.jit
-def all_finite(is_finite_row, is_finite, rows, MP: tl.constexpr):
+@triton.jit(do_not_specialize=["handle"])
+def all_finite(is_finite_row, is_finite, rows, MP: tl.constexpr, handle: tl.int64 = 0, SETS: tl.constexpr = False):
     """Whether every row can be used. Grid: 1."""
     m = tl.arange(0, MP)
     flags = tl.load(is_finite_row + m, mask=m < tl.load(rows), other=1)
-    tl.store(is_finite, tl.min(flags.to(tl.int32), 0))
+    hand_over(is_finite, tl.min(flags.to(tl.int32), 0), handle, SETS)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.matmul import products
 from dlmrt.cuda.kernels.rows import load_sum
 
 NO_EXPERT = tl.constexpr(2147483647)
@@ -142,12 +143,14 @@ def list_rows(experts, lists, counts, rows, M: tl.constexpr, K: tl.constexpr, BE
 
 @triton.jit
 def matmul_experts(
-    x, weight, out, lists, counts, M: tl.constexpr, N: tl.constexpr, KD: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_ROW: tl.constexpr, CDT: tl.constexpr,
+    x, weight, scales, shared, out, lists, counts, M: tl.constexpr, N: tl.constexpr, KD: tl.constexpr, K: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, IS_ROW: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
     """out[entry, n] = sum over KD inputs of x[source, k] weight[expert, n, k] for the entries of each expert.
 
-    The source of an entry is its row (IS_ROW: entry // K) or itself. Grid: N tiles, tiles of M, E.
+    The source of an entry is its row (IS_ROW: entry // K) or itself. Formats as in `matmul`, scales of each expert
+    behind those of the one before it. Grid: N tiles, tiles of M, E.
     """
     expert = tl.program_id(2)
     count = tl.load(counts + expert)
@@ -157,15 +160,17 @@ def matmul_experts(
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     entry = tl.load(lists + expert * M + m, mask=m < count, other=0)
     source = entry // K if IS_ROW else entry
-    acc = tl.zeros((BN, BM), tl.float32)
-    matrix = weight + expert.to(tl.int64) * N * KD
-    for begin in range(0, KD, BK):
-        k = begin + tl.arange(0, BK)
-        w_tile = tl.load(matrix + n[:, None] * KD + k[None, :], mask=(n[:, None] < N) & (k[None, :] < KD), other=0.0)
-        x_tile = tl.load(
-            x + source[None, :].to(tl.int64) * KD + k[:, None], mask=(m[None, :] < count) & (k[:, None] < KD), other=0.0
-        )
-        acc = tl.dot(w_tile.to(CDT), x_tile.to(CDT), acc, input_precision="ieee")
+    before = expert.to(tl.int64) * N
+    if FORMAT == "nvfp4":
+        matrix, matrix_scales = weight + before * (KD // 2), scales + before * (KD // 16)
+    elif FORMAT == "fp8" and BLOCK > 0:
+        num_blocks: tl.constexpr = (N + BLOCK - 1) // BLOCK * ((KD + BLOCK - 1) // BLOCK)
+        matrix, matrix_scales = weight + before * KD, scales + expert * num_blocks
+    else:
+        matrix, matrix_scales = weight + before * KD, scales + before
+    acc = products(
+        x, source, m < count, matrix, matrix_scales, shared + before, n, 0, N, KD, KD, BM, BN, BK, FORMAT, BLOCK, CDT
+    )
     at = entry[None, :].to(tl.int64) * N + n[:, None]
     tl.store(out + at, acc, mask=(n[:, None] < N) & (m[None, :] < count))
 

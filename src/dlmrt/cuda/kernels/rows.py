@@ -1,7 +1,8 @@
 """Row-wise kernels: embedding, norm with the sum before it, gated activation, rotation and storing of keys, residual.
 
 A value that a projection made arrives as partial sums [S, M, N]; the kernels here add them in the order of S, together
-with the skip stream if there is one, so that a sum costs no kernel of its own. Statistics are float32.
+with the skip stream if there is one, so that a sum costs no kernel of its own. Statistics are float32. What the next
+projection reads is written as its operand, in NVFP4 if that multiplies so: quantising costs no kernel either.
 
 Legend: M rows at most, D width (DP the power of two from D on), S splits, H head width, R numbers of a head that turn.
 
@@ -24,6 +25,39 @@ def load_sum(x, part, at, mask, STRIDE: tl.constexpr, S: tl.constexpr, HAS_X: tl
 
 
 @triton.jit
+def quantize_nvfp4(values, B: tl.constexpr):
+    """Packed codes uint8 [B / 2] and e4m3 scales [B / 16] of values [B]; no factor beyond the block scales."""
+    groups = tl.reshape(values, (B // 16, 16))
+    magnitude = tl.abs(groups)
+    peak = tl.max(magnitude, 1)
+    scales = tl.minimum(tl.maximum(peak / 6.0, 0.001953125), 448.0).to(tl.float8e4nv)
+    share = tl.div_rn(magnitude, scales.to(tl.float32)[:, None] + tl.zeros_like(magnitude))
+    # Halfway between two codes the even one is taken.
+    code = (share > 0.25).to(tl.int32) + (share >= 0.75).to(tl.int32) + (share > 1.25).to(tl.int32)
+    code += (share >= 1.75).to(tl.int32) + (share > 2.5).to(tl.int32) + (share >= 3.5).to(tl.int32)
+    code += (share > 5.0).to(tl.int32)
+    code = code | tl.where(groups < 0, 8, 0)
+    low, high = tl.split(tl.reshape(code, (B // 2, 2)))
+    return (low | (high << 4)).to(tl.uint8), scales.to(tl.uint8, bitcast=True)
+
+
+@triton.jit
+def store_operand(operand, values, row, first, M: tl.constexpr, D: tl.constexpr, B: tl.constexpr, NVFP4: tl.constexpr):
+    """Numbers first .. first + B - 1 of a row of D as operand; beyond D they are 0.
+
+    NVFP4: codes [M, D / 2], behind them scales [M, D / 16]; D and `first` are multiples of 16.
+    """
+    if NVFP4:
+        codes, scales = quantize_nvfp4(values, B)
+        pair, group = first // 2 + tl.arange(0, B // 2), first // 16 + tl.arange(0, B // 16)
+        tl.store(operand + row.to(tl.int64) * (D // 2) + pair, codes, mask=pair < D // 2)
+        tl.store(operand + M * (D // 2) + row.to(tl.int64) * (D // 16) + group, scales, mask=group < D // 16)
+    else:
+        d = first + tl.arange(0, B)
+        tl.store(operand + row.to(tl.int64) * D + d, values.to(operand.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
 def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
     """x[m] = table[ids[m]] * scale; `scale` is rounded to the table's type first. Grid: rows."""
     row = tl.program_id(0)
@@ -38,7 +72,7 @@ def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
 @triton.jit
 def sum_rows(
     x, part, factor, y, rows, M: tl.constexpr, scale, cap, D: tl.constexpr, BD: tl.constexpr, S: tl.constexpr,
-    HAS_X: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_X: tl.constexpr, HAS_FACTOR: tl.constexpr, HAS_CAP: tl.constexpr, NVFP4: tl.constexpr,
 ):  # fmt: skip
     """y = cap(scale * (x + sum of part) * factor). Grid: rows, tiles of D."""
     row = tl.program_id(0)
@@ -51,14 +85,14 @@ def sum_rows(
         total *= tl.load(factor).to(tl.float32)
     if HAS_CAP:
         total = cap * (2.0 / (1.0 + tl.exp(total * (-2.0 / cap))) - 1.0)
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=d < D)
+    store_operand(y, total, row, tl.program_id(1) * BD, M, D, BD, NVFP4)
 
 
 @triton.jit
 def norm(
     x, part, weight, total, y, operand, rows, M: tl.constexpr, eps, D: tl.constexpr, DP: tl.constexpr, S: tl.constexpr,
     HAS_X: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_TOTAL: tl.constexpr, HAS_Y: tl.constexpr,
-    HAS_OPERAND: tl.constexpr,
+    HAS_OPERAND: tl.constexpr, NVFP4: tl.constexpr,
 ):  # fmt: skip
     """RMSNorm of x + sum of part; writes the sum, the norm in float32 and the norm as operand, each if wanted."""
     row = tl.program_id(0)
@@ -75,7 +109,7 @@ def norm(
     if HAS_Y:
         tl.store(y + at, values, mask=d < D)
     if HAS_OPERAND:
-        tl.store(operand + at, values.to(operand.dtype.element_ty), mask=d < D)
+        store_operand(operand, values, row, 0, M, D, DP, NVFP4)
 
 
 @triton.jit
@@ -91,7 +125,7 @@ def activate(gate, IS_GELU: tl.constexpr):
 @triton.jit
 def gate(
     part, operand, rows, M: tl.constexpr, F: tl.constexpr, BF: tl.constexpr, S: tl.constexpr, IS_GELU: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    ENTRIES: tl.constexpr, NVFP4: tl.constexpr,
 ):  # fmt: skip
     """operand[m, f] = act(g) * u of partial sums [S, M, 2 F], gate columns first. Grid: rows, tiles of F.
 
@@ -106,7 +140,7 @@ def gate(
     gated = load_sum(part, part, at, f < F, stride, S, HAS_X=False)
     up = load_sum(part, part, at + F, f < F, stride, S, HAS_X=False)
     out = activate(gated, IS_GELU) * up
-    tl.store(operand + row.to(tl.int64) * F + f, out.to(operand.dtype.element_ty), mask=f < F)
+    store_operand(operand, out, row, tl.program_id(1) * BF, M, F, BF, NVFP4)
 
 
 @triton.jit

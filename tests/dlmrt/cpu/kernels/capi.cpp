@@ -1,4 +1,5 @@
 // C interface of the kernels for the Python tests: every kernel by instruction set name, split over a pool of threads.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -93,11 +94,26 @@ ROWS(rms_norm, RmsNormArgs)
 ROWS(quantize_rows, QuantizeArgs)
 ROWS(silu_mul, SiluMulArgs)
 ROWS(gelu_mul, SiluMulArgs)
+// Both passes, each part of the columns with numbers of its own for the first.
+EXPORT void dlmrt_gate_columns(const char* isa, const SiluMulArgs* t, int is_gelu, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  const int64_t panels = ceil_div(t->out.width, kPanel);
+  std::vector<std::vector<int32_t>> tops(threads, std::vector<int32_t>(t->rows));
+  pool(threads).split(panels, 1, [&](Range r, int worker) { k.gate_columns(*t, is_gelu, r, tops[worker].data()); });
+  for (const auto& part : tops)
+    for (int64_t m = 0; m < t->rows; m++) tops[0][m] = std::max(tops[0][m], part[m]);
+  pool(threads).split(panels, 1, [&](Range r, int) { k.pack_columns(*t, r, tops[0].data()); });
+}
 ROWS(scale, ScaleArgs)
 ROWS(soft_cap, SoftCapArgs)
 ROWS(combine, CombineArgs)
 ROWS(scaled_add, ScaledAddArgs)
-ROWS(qk_norm_rope_store, QkvArgs)
+EXPORT void dlmrt_qk_norm_rope_store(const char* isa, const QkvArgs* t, int threads) {
+  const KernelTable& k = select_kernels(isa);
+  spread(threads, t->rows, 0, [&](Range rows, void*) {
+    for (int64_t h = 0; h < t->cache.num_kv_heads; h++) k.qk_norm_rope_store(*t, rows, {h, h + 1});
+  });
+}
 ROWS(embed, EmbedArgs)
 EXPORT void dlmrt_expert_linear(const char* isa, const ExpertLinearArgs* t, int threads) {
   const KernelTable& k = select_kernels(isa);

@@ -14,12 +14,14 @@ import fcntl
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import nanobind
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -46,8 +48,10 @@ def build(sanitize: str = "") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        python = [f"-Dnanobind_DIR={nanobind.cmake_dir()}", f"-DPython_EXECUTABLE={sys.executable}"]
+        options = [f"-DDLMRT_SANITIZE={sanitize}", "-DDLMRT_WERROR=ON", *python]
         for command in (
-            ["cmake", "-G", "Ninja", "-S", HERE, "-B", folder, f"-DDLMRT_SANITIZE={sanitize}", "-DDLMRT_WERROR=ON"],
+            ["cmake", "-G", "Ninja", "-S", HERE, "-B", folder, *options],
             ["cmake", "--build", folder],
         ):
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -158,7 +162,7 @@ class HeadMergeArgs(C.Structure):
 
 
 class EmbedArgs(C.Structure):
-    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f panel_bytes:l")
+    _fields_ = _fields("dtype:i table:p ids:p rows:l width:l out:p scale:f panel_bytes:l row_scale:p")
 
 
 class ScaleArgs(C.Structure):

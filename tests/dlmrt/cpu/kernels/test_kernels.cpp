@@ -145,7 +145,7 @@ struct Forward {
                         head_norm.get(), head_norm.get(), 1e-6f, cos.get(), sin.get(),
                         positions.get(), q.get(),         cache, 0.f,       0,
                         0};
-    nodes(kM, [&](Range r, void*) { k.qk_norm_rope_store(split, r); });
+    nodes(kM, [&](Range r, void*) { k.qk_norm_rope_store(split, r, {0, cache.num_kv_heads}); });
     const AttentionArgs attention{q.get(), cache, kM, kHeads, 64, visible.get(), attended.get(), kHeads * kHeadDim,
                                   nullptr};
     CHECK(attention_scratch_bytes(attention) <= 1 << 20);

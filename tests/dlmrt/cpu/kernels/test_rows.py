@@ -5,6 +5,8 @@ Legend: as native.
 
 from __future__ import annotations
 
+import ctypes as C
+
 import numpy as np
 import pytest
 from native import (
@@ -112,6 +114,25 @@ def test_gelu_mul(isa: str, dtype: int, rng: np.random.Generator) -> None:
     close(rows, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_gelu", [0, 1])
+def test_products_by_columns_are_those_by_rows(isa: str, dtype: int, is_gelu: int, rng: np.random.Generator) -> None:
+    """Byte for byte, however the columns are divided; a row that is not a number stays one."""
+    for m, width in ((1, 16), (9, 77), (11, 256)):
+        both = rng.standard_normal((m, 2 * width), dtype=np.float32) * 4
+        both[m - 1, width - 1] = np.nan
+        expected, work = Rows(dtype, m, width), both.copy()
+        args = SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, expected.operand)
+        call("gelu_mul" if is_gelu else "silu_mul", isa, args, 1)
+        for threads in (1, 2, 3, 5):
+            rows, divided = Rows(dtype, m, width), both.copy()
+            args = SiluMulArgs(ptr(divided), divided.ctypes.data + 4 * width, 2 * width, m, rows.operand)
+            library().dlmrt_gate_columns(isa.encode(), C.byref(args), is_gelu, threads)
+            assert (rows.cells == expected.cells).all()
+            assert (rows.scales.view(np.uint32) == expected.scales.view(np.uint32)).all()
+            assert (divided.view(np.uint32) == work.view(np.uint32)).all()
+
+
 def test_scale_and_soft_cap(isa: str, rng: np.random.Generator) -> None:
     x, factor = rng.standard_normal((5, 27), dtype=np.float32) * 40, np.array([0.3], np.float32)
     scaled, capped = x.copy(), x.copy()
@@ -166,6 +187,17 @@ def test_embed_from_the_panels_of_a_packed_table(isa: str, width: int, rng: np.r
                 3,
             )
             assert (out == expected[ids] * np.float32(scale)).all()
+
+
+def test_embed_from_int8_panels(isa: str, rng: np.random.Generator) -> None:
+    table = rng.standard_normal((37, 27), dtype=np.float32)
+    ids = np.array([36, 0, 17, 17], np.int32)
+    packed, out = pack(INT8, [float_source(table)], 27), np.full((4, 27), np.nan, np.float32)
+    panel_bytes = int(library().dlmrt_panel_bytes(INT8, C.c_int64(0), C.c_int64(27)))
+    args = (INT8, packed.weight.panels, ptr(ids), 4, 27, ptr(out), 0.5, panel_bytes, packed.weight.column_scale)
+    call("embed", isa, EmbedArgs(*args), 3)
+    scale = np.abs(table).max(1, keepdims=True) / np.float32(127)
+    np.testing.assert_allclose(out, (0.5 * scale * np.rint(table / scale))[ids], rtol=1e-6)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])

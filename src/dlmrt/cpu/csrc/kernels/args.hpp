@@ -139,6 +139,12 @@ struct SiluMulArgs {
   Operand out;
 };
 
+// The same product over columns that are divided between threads, in two passes whose units are panels of 16 columns: what
+// a thread multiplied stays with it. gate_columns leaves the products in place of gate and in top[m] the bits of the
+// greatest magnitude of its part of row m; pack_columns writes cells, `top` being the greatest of all parts.
+using GateColumns = void (*)(const SiluMulArgs&, bool is_gelu, Range panels, int32_t* top);
+using PackColumns = void (*)(const SiluMulArgs&, Range panels, const int32_t* top);
+
 // x[m] += alpha * delta[m] for the rows with where[m] != 0 (null: all). Units: rows.
 struct ScaledAddArgs {
   float* x;
@@ -163,7 +169,7 @@ constexpr int64_t kv_plane_bytes(const KvCache& c) {  // keys or values of one k
 constexpr int64_t kv_page_bytes(const KvCache& c) { return 2 * c.num_kv_heads * kv_plane_bytes(c); }
 
 // Splits rows of [q heads | k heads | v heads] of a projection: RMSNorm of q and k per head, rotate-half by position,
-// scale into q, k and v into the cache. Units: rows.
+// scale into q, k and v into the cache. Units: rows by kv heads, each with the q heads that read it.
 // q is one operand per kv head of M * group rows, row m * group + h, each operand_bytes(dtype, M * group, H) long.
 struct QkvArgs {
   const float* qkv;
@@ -263,13 +269,14 @@ struct HeadMergeArgs {
 
 // out[m] = scale * table[ids[m]]. Units: rows.
 struct EmbedArgs {
-  DType dtype;  // kF32 or kBF16
+  DType dtype;  // kF32, kBF16; from panels also kInt8
   const void* table;
   const int32_t* ids;
   int64_t rows, width;
   float* out;
   float scale;          // 0: none
   int64_t panel_bytes;  // of kPanel rows where the table is a packed weight, 0: rows
+  const float* row_scale;  // [V] kInt8
 };
 
 // x *= *factor. Units: rows.
@@ -351,8 +358,10 @@ struct KernelTable {
   void (*quantize_rows)(const QuantizeArgs&, Range rows);
   void (*silu_mul)(const SiluMulArgs&, Range rows);
   void (*gelu_mul)(const SiluMulArgs&, Range rows);
+  GateColumns gate_columns;
+  PackColumns pack_columns;
   void (*scaled_add)(const ScaledAddArgs&, Range rows);
-  void (*qk_norm_rope_store)(const QkvArgs&, Range rows);
+  void (*qk_norm_rope_store)(const QkvArgs&, Range rows, Range kv_heads);
   void (*attention)(const AttentionArgs&, Range units, void* scratch);
   void (*head_stats)(const HeadArgs&, Range tiles, void* scratch);
   void (*head_merge)(const HeadMergeArgs&, Range row_groups);

@@ -26,6 +26,33 @@ void gelu_mul(const SiluMulArgs& t, Range rows) {
   }
 }
 
+void gate_columns(const SiluMulArgs& t, bool is_gelu, Range panels, int32_t* top) {
+  const int64_t n = t.out.width, end = panels.end * kPanel < n ? panels.end * kPanel : n;
+  for (int64_t m = 0; m < t.rows; m++) {
+    float* gate = t.gate + m * t.ld;
+    const float* up = t.up + m * t.ld;
+    MagnitudeMax most;
+    for (int64_t k = panels.begin * kPanel; k < end; k += 16) {
+      const F32 g = load_upto16(gate + k, n - k), y = mul(is_gelu ? gelu_tanh(g) : silu(g), load_upto16(up + k, n - k));
+      most.see(y);
+      store_upto16(gate + k, y, n - k);
+    }
+    top[m] = reduce_max(most.top);
+  }
+}
+void pack_columns(const SiluMulArgs& t, Range panels, const int32_t* top) {
+  const int64_t n = t.out.width, end = panels.end * kPanel < n ? panels.end * kPanel : n;
+  for (int64_t m = 0; m < t.rows; m++) {
+    CellWriter w = writer(t.out, m);
+    if (t.out.dtype == DType::kInt8) {
+      const float scale = MagnitudeMax::scale_of(top[m]);
+      if (panels.begin == 0) t.out.scales[m] = scale;
+      w.inverse_scale = splat(1.f / scale);
+    }
+    for (int64_t k = panels.begin * kPanel; k < end; k += 16) w.write(k, load_upto16(t.gate + m * t.ld + k, n - k));
+  }
+}
+
 void scale(const ScaleArgs& t, Range rows) {
   const F32 factor = splat(*t.factor);
   for (int64_t m = rows.begin; m < rows.end; m++)

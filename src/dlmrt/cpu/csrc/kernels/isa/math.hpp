@@ -145,10 +145,10 @@ inline CellWriter writer(const Operand& o, int64_t row) {
 struct MagnitudeMax {
   I32 top = bits(splat(1e-8f));
   void see(F32 v) { top = max(top, bit_and(bits(v), splat(0x7fffffff))); }
-  float scale() const {
-    const int32_t b = reduce_max(top);
+  float scale() const { return scale_of(reduce_max(top)); }
+  static float scale_of(int32_t bits_of_top) {
     float m;
-    __builtin_memcpy(&m, &b, 4);
+    __builtin_memcpy(&m, &bits_of_top, 4);
     return m / 127;
   }
 };

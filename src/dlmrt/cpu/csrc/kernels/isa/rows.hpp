@@ -87,7 +87,10 @@ void embed_from_panels(const EmbedArgs& t, int64_t id, float* out) {
   const float scale = t.scale == 0.f ? 1.f : t.scale;
   for (int64_t k = 0; k < t.width; k++) {
     float value;
-    if (t.dtype == DType::kF32) {
+    if (t.dtype == DType::kInt8) {
+      value = static_cast<float>(reinterpret_cast<const int8_t*>(panel)[(k / 4 * kPanel + column) * 4 + k % 4]) *
+              t.row_scale[id];
+    } else if (t.dtype == DType::kF32) {
       value = reinterpret_cast<const float*>(panel)[k * kPanel + column];
     } else {
       const uint32_t bits = uint32_t{reinterpret_cast<const uint16_t*>(panel)[(k / 2 * kPanel + column) * 2 + k % 2]} << 16;
@@ -193,30 +196,28 @@ struct HeadRow {  // one head of one row, padded to 16 with zeros
   }
 };
 
-void qk_norm_rope_store(const QkvArgs& t, Range rows) {
+void qk_norm_rope_store(const QkvArgs& t, Range rows, Range kv_heads) {
   const KvCache& c = t.cache;
   const int64_t n = c.head_dim, half = t.rotary_dim / 2, group = t.num_heads / c.num_kv_heads;
   const int64_t group_bytes = operand_bytes(c.dtype, t.rows * group, n);
   const F32 scale = splat(t.scale > 0 ? t.scale : 1.f / __builtin_sqrtf(static_cast<float>(n)));
   HeadRow head;
   for (int64_t m = rows.begin; m < rows.end; m++) {
-    const float* x = t.qkv + m * t.ld;
+    const float *queries = t.qkv + m * t.ld, *keys = queries + t.num_heads * n,
+                *values = t.is_v_from_k ? keys : keys + c.num_kv_heads * n;
     const int64_t position = t.positions[m], slot = position % c.page_size;
     const float *cos = t.cos + position * half, *sin = t.sin + position * half;
-    for (int64_t h = 0; h < t.num_heads; h++, x += n) {
-      head.take(x, t.q_norm, n, t.eps);
+    for (int64_t h = kv_heads.begin * group; h < kv_heads.end * group; h++) {
+      head.take(queries + h * n, t.q_norm, n, t.eps);
       head.rotate(cos, sin, half);
       const Operand q{c.dtype, 0, n, static_cast<uint8_t*>(t.q) + h / group * group_bytes, nullptr};
       write_operand_row(q, m * group + h % group, [&](int64_t k) { return mul(load(head.v + k), scale); });
     }
-    const float* values = t.is_v_from_k ? x : x + c.num_kv_heads * n;
-    for (int64_t h = 0; h < c.num_kv_heads; h++, x += n) {
-      head.take(x, t.k_norm, n, t.eps);
+    for (int64_t h = kv_heads.begin; h < kv_heads.end; h++) {
+      head.take(keys + h * n, t.k_norm, n, t.eps);
       head.rotate(cos, sin, half);
       head.store_keys(kv_plane(c, position, h, false), c.dtype, n, slot);
-    }
-    for (int64_t h = 0; h < c.num_kv_heads; h++, values += n) {
-      head.take(values, nullptr, n, t.eps);
+      head.take(values + h * n, nullptr, n, t.eps);
       if (t.is_v_normed) head.normalize(n, t.eps);
       head.store_values(kv_plane(c, position, h, true), c.dtype, n, slot, c.page_size);
     }

@@ -24,6 +24,8 @@ const KernelTable DLMRT_JOIN(table_, DLMRT_ISA) = {
     quantize_rows,
     silu_mul,
     gelu_mul,
+    gate_columns,
+    pack_columns,
     scaled_add,
     qk_norm_rope_store,
     attention,

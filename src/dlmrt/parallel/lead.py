@@ -1,0 +1,275 @@
+"""Rank 0 decides, the others follow: how ranks come together, and how a request runs on all of them.
+
+Every rank starts with the same command line and loads its part of the same checkpoint; files and settings that differ
+are refused by name before a weight is read. Then rank 0 has a `LeadingDenoiser`, an ordinary denoiser under an ordinary
+engine, and `follow` runs on the others: each call of the denoiser is sent to them and made on all parts at once. The
+loop, the commit rule, random numbers and the tokens are rank 0's alone. What another rank would have decided is never
+asked, so ranks cannot come apart; ids arrive with each call.
+
+Followers wait for commands without end, but only while rank 0 lives (`dlmrt.parallel.pulse`). When a rank is lost the
+others stop with an error that names it; nothing is tried again.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dlmrt.checkpoint.load import Checkpoint, load_params
+from dlmrt.env import Environment
+from dlmrt.errors import DeviceError, DlmrtError, UsageError
+from dlmrt.parallel.denoiser import ShardedDenoiser
+from dlmrt.parallel.group import JOIN_S, Group
+from dlmrt.parallel.layout import Layout
+from dlmrt.parallel.ranks import EXECUTOR, Ranks
+from dlmrt.types import Bool, Float32, Int32, Prediction, Sampling
+
+_METHODS = ("reset", "truncate", "extend", "forward", "soft_embedding", "predict", "predicted_residual")
+_KEPT = "as before"  # stands for an argument that the follower has: it was in the last call, or made by it
+
+
+@dataclass
+class _Kept:
+    """Large arguments that every rank has by now, by name."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def packed(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` of a call, those that followers have left out."""
+        found = {
+            name: _KEPT if value is not None and value is self.values.get(name) else value
+            for name, value in values.items()
+        }  # fmt: skip
+        self._keep(values)
+        return found
+
+    def unpacked(self, values: dict[str, Any]) -> dict[str, Any]:
+        """`values` as rank 0 has them."""
+        found = {
+            name: self.values[name] if isinstance(value, str) and value == _KEPT else value
+            for name, value in values.items()
+        }  # fmt: skip
+        self._keep(found)
+        return found
+
+    def _keep(self, values: dict[str, Any]) -> None:
+        self.values |= {name: values[name] for name in ("banned", "residual_LD") if name in values}
+
+
+class LeadingDenoiser:
+    """Implements `dlmrt.types.Denoiser` and `Predictor` over the parts of all ranks."""
+
+    name = EXECUTOR
+
+    def __init__(self, part: ShardedDenoiser, group: Group) -> None:
+        self._part, self._group, self._kept = part, group, _Kept()
+        self.dtype, self.vocab_size, self.has_residual = part.dtype, part.vocab_size, part.has_residual
+        self.num_ranks = group.size
+        self._numbers = 0
+
+    def reset(self) -> None:
+        """Forget the committed context."""
+        self._on_all("reset", "reset")
+
+    @property
+    def context_length(self) -> int:
+        """Committed tokens whose keys and values are final."""
+        return self._part.context_length
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens."""
+        self._on_all("truncate", f"truncate to {length}", length=length)
+
+    def extend(self, ids_S: Int32) -> None:
+        """Append final ids to the committed context."""
+        self._on_all("extend", f"extend by {len(ids_S)} rows behind {self.context_length}", ids_S=ids_S)
+
+    def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
+        """See `Denoiser.forward`."""
+        logits_LV: Float32 = self._on_all(
+            "forward", f"forward of {len(canvas_L)} rows", canvas_L=canvas_L, residual_LD=residual_LD, where_L=where_L
+        )
+        return logits_LV
+
+    def soft_embedding(self, probs_LV: Float32) -> Float32:
+        """See `Denoiser.soft_embedding`."""
+        return self._residual(self._on_all("soft_embedding", "soft embedding", probs_LV=probs_LV))
+
+    def predict(
+        self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None, sampling: Sampling, banned: Int32,
+        *, block: int, step: int, open_L: Bool,
+    ) -> Prediction:  # fmt: skip
+        """See `Predictor.predict`."""
+        prediction: Prediction = self._on_all(
+            "predict", f"block {block}, step {step}", canvas_L=canvas_L, residual_LD=residual_LD, where_L=where_L,
+            sampling=sampling, banned=banned, block=block, step=step, open_L=open_L,
+        )  # fmt: skip
+        return prediction
+
+    def predicted_residual(self) -> Float32:
+        """See `Predictor.predicted_residual`."""
+        return self._residual(self._on_all("predicted_residual", "residual"))
+
+    def _on_all(self, method: str, what: str, **arguments: Any) -> Any:
+        """Call `method` of every rank's part; what rank 0's returns."""
+        self._numbers += 1
+        command = (self._numbers, method, what, self._kept.packed(arguments))
+        self._group.do(f"command {self._numbers}, {what}", number=self._numbers)
+        self._group.command(pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL))
+        try:
+            return getattr(self._part, method)(**arguments)
+        except DlmrtError:
+            raise
+        except Exception as error:  # the others are in the middle of it
+            self._group.fail(error)
+            raise
+
+    def _residual(self, z: Float32) -> Float32:
+        self._kept.values["residual_LD"] = z  # every rank has made it
+        return z
+
+
+def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> LeadingDenoiser:
+    """Join the other ranks as their leader and load this rank's part of `checkpoint`.
+
+    Raises:
+        UsageError: this process is not the first of several, or a rank has other files or settings.
+        DeviceError: a rank is missing or lost.
+    """
+    ranks = Ranks.read()
+    if ranks.size == 1 or ranks.is_follower:
+        raise UsageError(
+            f"executor {EXECUTOR!r} is the first of several processes' own; start them with torchrun, the others call "
+            "dlmrt.parallel.lead.follow"
+        )
+    part, group = _joined(ranks, checkpoint, dtype=dtype, num_threads=num_threads)
+    leader = LeadingDenoiser(part, group)
+    weakref.finalize(leader, _leave, group)  # also at the end of the process: followers end with their leader
+    return leader
+
+
+def follow(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: int | None = None) -> None:
+    """Run the commands of rank 0 until it dismisses this one.
+
+    When another rank is lost while this one waits in a collective, from which nothing wakes it, the process ends with
+    a line on stderr and status 1.
+
+    Raises:
+        UsageError: files or settings differ from another rank's.
+        DeviceError: a rank is missing or lost.
+    """
+    part, group = _joined(Ranks.read(), checkpoint, dtype=dtype, num_threads=num_threads, on_loss=_end_process)
+    try:
+        obey(part, group)
+    except Exception as error:
+        group.fail(error)
+        raise
+    finally:
+        group.close()
+
+
+def obey(part: ShardedDenoiser, group: Group) -> None:
+    """Run the commands of one `LeadingDenoiser` on this rank's part until it sends an empty one."""
+    kept, expected = _Kept(), 0
+    while True:
+        group.do(f"waiting for command {expected + 1}", number=expected)
+        payload = group.command(None)
+        if not payload:
+            return
+        number, method, what, arguments = pickle.loads(payload)
+        expected += 1
+        if number != expected or method not in _METHODS:
+            raise DeviceError(f"rank {group.rank} got command {number}, {method!r}, where {expected} was to come")
+        group.do(f"command {number}, {what}", number=number)
+        try:
+            result = getattr(part, method)(**kept.unpacked(arguments))
+        except DeviceError:
+            raise
+        except DlmrtError:
+            continue  # the same on every rank: rank 0's caller is told
+        if method in ("predicted_residual", "soft_embedding"):
+            kept.values["residual_LD"] = result
+
+
+def _end_process(report: str) -> None:
+    print(f"error: {report}", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
+def _leave(group: Group) -> None:
+    """Send the followers home, and go."""
+    if group.loss is None:
+        with contextlib.suppress(DeviceError):  # a rank that is gone needs no word
+            group.command(b"")
+    group.close()
+
+
+def _joined(
+    ranks: Ranks,
+    checkpoint: Checkpoint,
+    *,
+    dtype: str,
+    num_threads: int | None,
+    on_loss: Callable[[str], None] | None = None,
+) -> tuple[ShardedDenoiser, Group]:
+    """This rank's part, once all ranks are there, agree, and have loaded theirs."""
+    import torch
+
+    layout = Layout(checkpoint.config, ranks.rank, ranks.size)
+    timeout_s = Environment.read().rank_timeout
+    group = Group(ranks, timeout_s=timeout_s, on_loss=on_loss)
+    try:
+        _check_agreement(
+            group,
+            {"checkpoint": fingerprint(checkpoint), "dtype": dtype, "DLMRT_RANK_TIMEOUT": timeout_s,
+             "device": group.device.type, "torch": torch.__version__},
+        )  # fmt: skip
+        group.connect()
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
+        group.do("loading its part of the checkpoint")
+        params = load_params(checkpoint, dtype=dtype, cuts=layout.cuts())
+        num_bytes = sum(part.nbytes for part in params.values())
+        group.pulse.note(f"loaded {num_bytes:,} bytes of {checkpoint.folder.name}")
+        part = ShardedDenoiser({name: values.to(group.device) for name, values in params.items()}, layout, group)
+        group.pulse.meet("loaded", "", JOIN_S)
+    except Exception as error:
+        group.fail(error)
+        group.close()
+        raise
+    return part, group
+
+
+def _check_agreement(group: Group, mine: dict[str, Any]) -> None:
+    """Refuse files or settings that differ between ranks."""
+    texts = group.pulse.meet("settings", json.dumps(mine), JOIN_S)
+    first, *others = map(json.loads, texts)
+    for rank, other in enumerate(others, start=1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                raise UsageError(
+                    f"rank 0 has {name} {value!r} and rank {rank} has {other.get(name)!r}; start all ranks with the "
+                    "same command, settings and files"
+                )
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A digest of configuration, tensor headers and one row of each tensor: differs between fine-tunings of a model."""
+    digest = hashlib.sha256(repr(checkpoint.config).encode())
+    for name, tensor in sorted(checkpoint.stored.items()):
+        row = tensor
+        while len(row.shape) > 1:
+            row = row.item(0)
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode())
+        digest.update(row.raw().tobytes())
+    return digest.hexdigest()[:16]

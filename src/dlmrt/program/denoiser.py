@@ -1,0 +1,226 @@
+"""A denoiser whose forwards are recorded programs: the context, checks of requests, which program runs, its inputs.
+
+Executors that run programs differ in how one is bound, filled and run; that is a store of programs and two methods.
+
+Source: ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from dlmrt.errors import UsageError
+from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.families import family_of
+from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
+from dlmrt.program.nodes import Program
+from dlmrt.types import Bool, Float32, Int32
+
+MAX_ROWS = 512  # of one forward that extends the context
+
+Bound = TypeVar("Bound")  # a program that is ready to run
+Made_co = TypeVar("Made_co", covariant=True)  # the same, of a store
+
+
+class Store(Protocol[Made_co]):
+    """Weights, context and programs of one model."""
+
+    capacity: int  # positions that the context holds
+
+    def get(self, key: Hashable, record: Callable[[], Program]) -> Made_co:
+        """The program called `key`, recorded and bound at its first use."""
+
+    def reserve(self, positions: int, kept: int) -> None:
+        """Make room for `positions` in the context, keeping the first `kept`."""
+
+    def release_params(self) -> None:
+        """Weights are where programs read them: forget where they came from."""
+
+
+class ProgramDenoiser(Generic[Bound]):
+    """What `dlmrt.types.Denoiser` asks for, but for `_run` and `_result`.
+
+    Args:
+        config: of the checkpoint; needs its `diffusion` section.
+        store: holds the weights once this has returned.
+        formats: types of weights and caches.
+        dtype: what records call the model's type.
+    """
+
+    def __init__(self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str) -> None:
+        self.config = config
+        self.diffusion = diffusion_of(config)
+        self.dtype = dtype
+        self.vocab_size = config.vocab_size
+        self.has_residual = family_of(config).has_residual(config)
+        self._formats = formats
+        self._store: Store[Bound] = store
+        self._length = 0
+        self._grid = 0  # where a block starts, modulo its length
+        # Every weight that any program reads is brought to its place now.
+        self._store.reserve(1, 0)
+        self._canvas(self.diffusion.canvas_length)  # first: it reads the head, the largest matrix
+        self._extension()
+        if self.has_residual:
+            self._soft(self.diffusion.canvas_length)
+        self._store.release_params()
+
+    def _run(self, program: Bound, inputs: Mapping[str, npt.NDArray[np.generic]], **scalars: int) -> None:
+        """Write the leading rows of states and scalars, run, and wait for the end."""
+        raise NotImplementedError
+
+    def _result(self, program: Bound, name: str, length: int) -> Float32:
+        """A copy of the leading rows of a state."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """Forget the committed context."""
+        self._length = self._grid = 0
+
+    @property
+    def context_length(self) -> int:
+        """Committed tokens whose keys and values are final."""
+        return self._length
+
+    def truncate(self, length: int) -> None:
+        """Keep the first `length` committed tokens.
+
+        Raises:
+            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
+        """
+        if not 0 <= length <= self._length:
+            raise UsageError(f"cannot truncate a context of {self._length} tokens to {length}")
+        if length < self._length:
+            self._check_boundary(length)
+        self._length = length
+
+    def extend(self, ids_S: Int32) -> None:
+        """Append final ids to the committed context, visible to each other as the config says.
+
+        Raises:
+            UsageError: an id outside the vocabulary, too many positions, or a context that ends inside a block of a
+                block-causal model: its tokens would have to see these.
+        """
+        if not len(ids_S):
+            return
+        block = self.diffusion.canvas_length
+        if not self._length and self.diffusion.block_anchor == "prompt_end":
+            self._grid = len(ids_S) % block
+        self._check_boundary(self._length)
+        self._reserve(ids_S)
+        chunk, program = self._max_rows, self._extension()
+        is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
+        # The first chunk ends where a block does, as all later ones then do.
+        first = chunk - block + self._grid if self._grid and not self._length and not is_causal else chunk
+        for ids in np.split(ids_S, list(range(first, len(ids_S), chunk))):
+            end = self._length + len(ids)
+            positions = np.arange(self._length, end, dtype=np.int32)
+            blocks = (positions - self._grid) // block + 1
+            visible = positions + 1 if is_causal else np.minimum(blocks * block + self._grid, end)
+            self._run(program, {"ids": ids, "positions": positions, "visible": visible}, rows=len(ids))
+            self._length += len(ids)
+
+    def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
+        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i.
+
+        Args:
+            canvas_L: ids of the canvas, slot 0 at position `context_length`.
+            residual_LD: z as `soft_embedding` gives it; None stands for 0.
+            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
+
+        Raises:
+            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
+                the grid starts at position 0: then a short prompt stands in the first block.
+        """
+        start, length = self._length, len(canvas_L)
+        self._check_shift(start)
+        if residual_LD is not None and not self.has_residual:
+            raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
+        self._reserve(canvas_L)
+        program = self._canvas(length)
+        positions = np.arange(start, start + length, dtype=np.int32)
+        is_causal = self.diffusion.in_block_attention == "causal"
+        visible = positions + 1 if is_causal else np.full(length, start + length, dtype=np.int32)
+        inputs: dict[str, npt.NDArray[np.generic]] = {"ids": canvas_L, "positions": positions, "visible": visible}
+        scalars = {"rows": length}
+        if self.diffusion.logit_shift:
+            scalars["context"] = start
+        if self.has_residual:
+            scalars["has_residual"] = residual_LD is not None
+        if residual_LD is not None:
+            is_local = self.diffusion.residual.where == "masked"
+            everywhere = canvas_L == self.diffusion.mask_token_id if is_local else np.ones(length, dtype=bool)
+            inputs |= {"residual": residual_LD, "where": everywhere if where_L is None else where_L}
+        self._run(program, inputs, **scalars)
+        return self._result(program, "logits", length)
+
+    def soft_embedding(self, probs_LV: Float32) -> Float32:
+        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+        program = self._soft(len(probs_LV))
+        self._run(program, {"probs": probs_LV}, rows=len(probs_LV))
+        return self._result(program, "residual", len(probs_LV))
+
+    @property
+    def _max_rows(self) -> int:
+        """Rows of one forward that extends the context: whole blocks."""
+        block = self.diffusion.canvas_length
+        return max(MAX_ROWS // block * block, block)
+
+    def _extension(self) -> Bound:
+        rows = self._max_rows
+        return self._store.get(
+            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+        )
+
+    def _canvas(self, length: int) -> Bound:
+        rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
+        return self._store.get(
+            ("canvas", rows),
+            lambda: record_canvas(self.config, self._formats, capacity=self._store.capacity, max_rows=rows),
+        )
+
+    def _soft(self, length: int) -> Bound:
+        rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
+        return self._store.get(
+            ("soft_embedding", rows), lambda: record_soft_embedding(self.config, self._formats, max_rows=rows)
+        )
+
+    def _reserve(self, ids: Int32) -> None:
+        self._check_ids(ids)
+        self._store.reserve(self._length + len(ids), self._length)
+
+    def _check_ids(self, ids: npt.NDArray[np.generic]) -> None:
+        if len(ids) and (np.min(ids) < 0 or np.max(ids) >= self.vocab_size):
+            raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
+
+    def _check_shift(self, num_committed: int) -> None:
+        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
+            raise UsageError(
+                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
+            )
+
+    def _check_boundary(self, length: int) -> None:
+        block = self.diffusion.canvas_length
+        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
+            raise UsageError(
+                f"the committed context would end at {length}, inside a block of {block} positions that see each "
+                "other; commit and truncate whole blocks"
+            )
+
+
+def diffusion_of(config: ModelConfig) -> DiffusionConfig:
+    """The section of `config` that makes the model a diffusion model.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if config.diffusion is None:
+        raise UsageError(
+            f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
+            "section to config.json"
+        )
+    return config.diffusion
