@@ -272,7 +272,7 @@ class Predictor(Protocol):
         self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None, sampling: Sampling, banned: Int32,
         *, block: int, step: int, open_L: Bool,
     ) -> Prediction:  # fmt: skip
-        """What `dlmrt.decode.sampling.predict` says of the logits that `Denoiser.forward` returns; no `probs_LV`."""
+        """What `dlmrt.decode.sampling.predict` says of the logits that `Denoiser.forward` returns; no `*_LV`."""
 
     def predicted_residual(self) -> Float32:
         """The residual z float32 [L, D] of the last prediction's distribution."""

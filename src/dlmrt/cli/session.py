@@ -113,9 +113,10 @@ def followed(open_checkpoint: Callable[[], Checkpoint], *, executor: str, dtype:
 
 def followed_model(
     model: str, environment: Environment, *, executor: str | None, dtype: str | None, num_threads: int | None,
-    revision: str | None, adapter: Path | None = None,
+    revision: str | None, adapter: Path | None = None, cuda_graph: str | None = None,
 ) -> bool:  # fmt: skip
-    """As `followed`, for the model that `load` would load with the same arguments."""
+    """As `followed`, for the model that `load` would load with the same arguments; all ranks refuse what it does."""
+    set_cuda_graph(cuda_graph, executor or environment.executor)
 
     def open_checkpoint() -> Checkpoint:
         from dlmrt.decode.engine import open_model

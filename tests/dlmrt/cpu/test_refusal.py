@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,27 +17,41 @@ from pairs import assert_bit_equal, draw_params, fast, make_cpu, request_for, wi
 from test_lower import two_layers_of_gemma, two_layers_of_llada2
 
 from dlmrt.cpu import _native, programs
+from dlmrt.decode.loop import GivenDraws
 from dlmrt.testing import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parent / "kernels"))  # for the build
 
 PROMPT = np.arange(3, 24, dtype=np.int32)
+GRID = {"context_attention": "block_causal", "block_anchor": "position_zero"}
 CONFIGS = {
     "mask_residual": lambda: tiny_config(residual=with_adapter()),
     "uniform_shift": lambda: tiny_config(
         diffusion={"noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}
     ),
+    "sub_blocks_shift": lambda: tiny_config(diffusion=GRID | {"logit_shift": 1}),
+    "edits": lambda: tiny_config(diffusion=GRID | {"delete_token_id": 5, "split_token_id": 6}),
+    "given": lambda: tiny_config(diffusion={"noise": "uniform"}),
     "llada2": two_layers_of_llada2,
     "gemma": two_layers_of_gemma,
 }
 ASKED = {
     "mask_residual": {"threshold": 0.02},
     "uniform_shift": {"commit_rule": "entropy_bound", "max_denoising_steps": 4, "temperature": 0.9, "top_k": 20},
+    "sub_blocks_shift": {"commit_rule": "sub_blocks", "threshold": 0.02, "sub_block_length": 3},
+    "edits": {
+        "commit_rule": "joint_threshold_indel",
+        "threshold": 0.02,
+        "edit_threshold": 0.0,
+        "max_post_edit_steps": 9,
+    },
+    "given": {"commit_rule": "entropy_bound", "max_denoising_steps": 4, "temperature": 0.9},
     "llada2": {"threshold": 0.02, "edit_threshold": 0.5},
     "gemma": {"max_denoising_steps": 4},
 }
 # Operands whose size says how much there is of something, instead of having to reach a size.
-OPEN = {"prompt", "table", "cos", "sin", "cache", "eos", "stop", "allowed", "run_cells", "runs", "x", "y", "gate_up"}
+OPEN = {"prompt", "table", "cos", "sin", "cache", "eos", "stop", "allowed", "run_cells", "runs", "x", "y", "gate_up",
+        "seen", "given"}  # fmt: skip
 NUMBERS = st.sampled_from(
     [-1e300, -1.0, 0.0, 0.5, 1.0, 2.0, 3.0, 7.0, 16.0, 64.0, 2.0**20, 2.0**28, 2.0**40, math.inf, math.nan]
 )
@@ -85,6 +100,15 @@ class Recorder:
         self.runner.end()
 
 
+def asked(name, config):
+    request = request_for(config, PROMPT, max_tokens=20, **ASKED[name])
+    if name != "given":
+        return request
+    rng = np.random.default_rng(0)
+    drawn = (rng.integers(0, 250, (3, 4, config.diffusion.canvas_length)).astype(np.int32) for _ in range(2))
+    return replace(request, given=GivenDraws(**dict(zip(("token_NSL", "noise_NSL"), drawn, strict=True))))
+
+
 class Subject:
     """One model on the verifying build, and the loop program of one request, in pieces."""
 
@@ -95,7 +119,7 @@ class Subject:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(programs, "_native", module)
             self.cpu = make_cpu(self.config, params)
-            self.request = request_for(self.config, PROMPT, max_tokens=20, **ASKED[name])
+            self.request = asked(name, self.config)
             self.events = fast(self.cpu, self.request)
         plain = make_cpu(self.config, params)
         assert_bit_equal(self.events, fast(plain, self.request))  # verifying changes nothing
@@ -285,6 +309,18 @@ def test_the_reader_of_a_loop_gets_the_reason(sound):
     with pytest.raises(RuntimeError, match="loop ended early: commit_threshold: operand 'min_commit' holds 0"):
         fast(sound.cpu, request)
     assert_bit_equal(sound.events, fast(sound.cpu, sound.request))
+
+
+def test_more_steps_than_were_given_end_the_request():
+    """In every build, by the loop or by the reader of its records, whoever gets there first."""
+    config = CONFIGS["given"]()
+    cpu, request = make_cpu(config, draw_params(config)), asked("given", config)
+    events = fast(cpu, request)
+    for part in (np.s_[:1], np.s_[:, :1]):
+        short = GivenDraws(token_NSL=request.given.token_NSL[part], noise_NSL=request.given.noise_NSL[part])
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds|the given draws have no step"):
+            fast(cpu, replace(request, given=short))
+    assert_bit_equal(events, fast(cpu, request))
 
 
 def test_a_forward_of_too_many_rows_is_refused(checked):

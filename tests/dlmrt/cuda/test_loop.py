@@ -46,11 +46,17 @@ QWEN3 = {
     "qwen3": small_config(),
     "qwen3, residual": small_config(residual=ADAPTER),
     "qwen3, whole blocks from 0": small_config(**FROM_0),
-    "qwen3, whole blocks from 0, shifted": small_config(**FROM_0, logit_shift=1),
     "qwen3, uniform noise, shifted": small_config(**UNIFORM_SHIFTED),
     "qwen3, causal canvas": small_config(in_block_attention="causal"),
 }
-CONFIGS = QWEN3 | FAMILIES | {"qwen3, edits": small_config(**FROM_0, **EDITS)}
+CONFIGS = (
+    QWEN3
+    | FAMILIES
+    | {
+        "qwen3, whole blocks from 0, shifted": small_config(**FROM_0, logit_shift=1),
+        "qwen3, edits": small_config(**FROM_0, **EDITS),
+    }
+)
 RULES = {
     "threshold": {"threshold": 0.3},
     "joint_threshold": {"threshold": 0.2, "edit_threshold": 0.1, "max_post_edit_steps": 2},
