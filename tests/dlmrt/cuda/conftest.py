@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dlmrt.testing import interpret_kernels, tiny_config
+from dlmrt.testing import tiny_config
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 if importlib.util.find_spec("triton") is None:
     collect_ignore_glob = ["test_[!t]*.py"]  # test_triton.py says so
-else:
-    interpret_kernels()
 
 
 @pytest.fixture
