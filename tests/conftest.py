@@ -1,4 +1,4 @@
-"""Triton reads once, when it is first imported, whether kernels run in its interpreter: so before any test module is."""
+"""Triton reads once, when it is first imported, whether kernels run in its interpreter: before any test module is."""
 
 import importlib.util
 
