@@ -38,12 +38,15 @@ for name in names:
     print(name)
 """
 
-IMPORT_SECONDS = "import time; start = time.process_time(); import dlmrt; print(time.process_time() - start)"
-HELP_SECONDS = """
-import resource, subprocess, sys
-subprocess.run([sys.executable, "-m", "dlmrt", "--help"], check=True, stdout=subprocess.DEVNULL)
-used = resource.getrusage(resource.RUSAGE_CHILDREN)
-print(used.ru_utime + used.ru_stime)
+IMPORT_BUDGET, HELP_BUDGET = 90, 380  # modules
+
+IMPORT = "import sys, dlmrt; print(len(sys.modules))"
+HELP = """
+import contextlib, io, runpy, sys
+sys.argv = ["dlmrt", "--help"]
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    runpy.run_module("dlmrt", run_name="__main__")
+print(len(sys.modules))
 """
 
 
@@ -86,8 +89,9 @@ def test_the_product_does_not_depend_on_transformers(root):
     ]
 
 
-@pytest.mark.parametrize(("script", "budget_s"), [(IMPORT_SECONDS, 0.3), (HELP_SECONDS, 0.5)], ids=["import", "help"])
-def test_start_up_stays_within_its_budget(run_python, script, budget_s):
-    """Best of five, in processor time: on a quiet machine that is the time itself, on a busy one it still holds."""
-    best_s = min(float(run_python("-c", script).stdout) for _ in range(5))
-    assert best_s < budget_s
+@pytest.mark.parametrize(("script", "budget"), [(IMPORT, IMPORT_BUDGET), (HELP, HELP_BUDGET)], ids=["import", "help"])
+def test_start_up_loads_few_modules(run_python, script, budget):
+    """What start-up costs, counted: seconds belong to benchmarks/cold_start.py."""
+    done = run_python("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) <= budget

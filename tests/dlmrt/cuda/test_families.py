@@ -38,7 +38,7 @@ def test_forwards_equal_torch(name):
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_the_loop_of_every_family_is_captured_as_it_is_listed(name, monkeypatch):
-    from test_lower import calls
+    from test_cuda_lower import calls
 
     from dlmrt.cuda.lower import bounded, lower
     from dlmrt.cuda.weights import Packed
