@@ -19,7 +19,8 @@ def multiplies_bfloat16(device: str) -> bool:
     """Whether bfloat16 products are native on `device` ("cpu", "cuda:1")."""
     if torch.device(device).type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    # Of the library that multiplies on a CPU; torch has no public name for the question.
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def is_bfloat16(dtype: ComputeType, device: str) -> bool:

@@ -12,7 +12,7 @@ from dlmrt.errors import MissingDependencyError
 from orl import trackers
 from orl.recipe import PretrainRecipe, RunSection
 from orl.run_folder import RunFolder
-from orl.trackers import Watched, flat, open_tracker
+from orl.trackers import flat, open_tracker
 
 numbers = st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**40), 2**40)
 leaves = numbers | st.text(max_size=3) | st.none() | st.lists(st.integers(), max_size=2) | st.just(math.nan)
@@ -69,4 +69,3 @@ def test_a_tracker_that_fails_is_dropped_once_and_the_record_goes_on(
     folder.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2]
     assert caplog.text.count("no space left") == 1
-    assert isinstance(folder._watched, Watched)
