@@ -24,6 +24,8 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.text import TextCodec
 from dlmrt.models.config import DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig
+from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While
+from dlmrt.program.plan import Plan
 from dlmrt.types import Bool, Float32, Int32
 
 # Ids of `byte_codec`: a byte is its own id, special tokens follow.
@@ -196,3 +198,27 @@ def interpret_kernels() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_with_index
+
+
+def assert_reads_see_own_writes(program: Program, placement: Plan) -> None:
+    """Execute a placement, every loop twice: the bytes that a node reads are still those of the buffer it reads."""
+    owner: dict[int, Buffer] = {}
+
+    def span(buffer: Buffer) -> range:
+        first = placement.offsets[buffer]
+        return range(first // 64, -(-(first + max(buffer.num_bytes, 1)) // 64))
+
+    def run(body: Sequence[Node]) -> None:
+        for node in body:
+            if not isinstance(node, Kernel):
+                for _ in range(2 if isinstance(node, While) else 1):
+                    run(node.body)
+                continue
+            for buffer in node.inputs.values():
+                if buffer.kind == "scratch":
+                    assert all(owner.get(at) is buffer for at in span(buffer)), f"{node.op} reads {buffer.name}"
+            for buffer in node.outputs.values():
+                if buffer.kind == "scratch":
+                    owner.update(dict.fromkeys(span(buffer), buffer))
+
+    run(program.body)

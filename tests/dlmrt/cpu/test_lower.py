@@ -12,10 +12,10 @@ from dlmrt.cpu.lower import lower
 from dlmrt.models.config import ResidualConfig, load_config, parse_config
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
 from dlmrt.program.loop import LoopOptions, record_loop
-from dlmrt.program.nodes import Kernel, While, walk
+from dlmrt.program.nodes import Kernel, walk
 from dlmrt.program.plan import plan
 from dlmrt.program.show import show
-from dlmrt.testing import tiny_config
+from dlmrt.testing import assert_reads_see_own_writes, tiny_config
 
 GOLDEN = Path(__file__).parent / "golden"
 INT8 = Formats(matrix="int8", table="bfloat16", cache="bfloat16")
@@ -77,30 +77,8 @@ def test_listing_equals_the_golden_file(name):
 
 @pytest.mark.parametrize("name", sorted(programs()))
 def test_no_read_sees_another_buffers_write(name):
-    """Execute the placement, every loop twice: the bytes that a node reads are still those of the buffer it reads."""
     program = programs()[name].program
-    placement = plan(program)
-    cells = 64
-    owner = {}
-
-    def span(buffer):
-        first = placement.offsets[buffer]
-        return range(first // cells, -(-(first + max(buffer.num_bytes, 1)) // cells))
-
-    def run(body):
-        for node in body:
-            if not isinstance(node, Kernel):
-                for _ in range(2 if isinstance(node, While) else 1):
-                    run(node.body)
-                continue
-            for buffer in node.inputs.values():
-                if buffer.kind == "scratch":
-                    assert all(owner.get(at) is buffer for at in span(buffer)), f"{node.op} reads {buffer.name}"
-            for buffer in node.outputs.values():
-                if buffer.kind == "scratch":
-                    owner.update(dict.fromkeys(span(buffer), buffer))
-
-    run(program.body)
+    assert_reads_see_own_writes(program, plan(program))
 
 
 def test_projections_are_fused_and_packed_once():

@@ -25,6 +25,7 @@ from dlmrt.program.nodes import Kernel, While, walk
 from dlmrt.program.plan import plan
 from dlmrt.program.show import show
 from dlmrt.program.signatures import LOOP_OPS
+from dlmrt.testing import assert_reads_see_own_writes
 
 GOLDEN = Path(__file__).parent / "golden"
 BF16 = Formats(matrix="bfloat16", table="bfloat16", cache="bfloat16")
@@ -102,28 +103,8 @@ def test_the_calls_on_the_driver_equal_the_listing(name, monkeypatch):
 
 @pytest.mark.parametrize("name", list(RECORDED))
 def test_no_read_sees_another_buffers_write(name):
-    """Execute the placement, every loop twice: the bytes that a node reads are still those of the buffer it reads."""
     program = lowered(name)
-    placement, owner = plan(program), {}
-
-    def span(buffer):
-        first = placement.offsets[buffer]
-        return range(first // 64, -(-(first + max(buffer.num_bytes, 1)) // 64))
-
-    def run(body):
-        for node in body:
-            if not isinstance(node, Kernel):
-                for _ in range(2 if isinstance(node, While) else 1):
-                    run(node.body)
-                continue
-            for buffer in node.inputs.values():
-                if buffer.kind == "scratch":
-                    assert all(owner.get(at) is buffer for at in span(buffer)), f"{node.op} reads {buffer.name}"
-            for buffer in node.outputs.values():
-                if buffer.kind == "scratch":
-                    owner.update(dict.fromkeys(span(buffer), buffer))
-
-    run(program.body)
+    assert_reads_see_own_writes(program, plan(program))
 
 
 @pytest.mark.parametrize("head_dim", [64, 48])
