@@ -14,23 +14,25 @@ from random import Random
 
 from orl.tasks.types import ANSWER_MARK, Problem, derive_seed
 
+# The words are whole tokens of dlmrt-tiny's vocabulary: one that falls into pieces invites answers such as "4ow", half a
+# number and half a "Now".
 # Forms of a line "left = right" without words.
 _EQUATION_FORMS: tuple[Callable[[str, str], str], ...] = (
     lambda left, right: f"{left} = {right}",
     lambda left, right: f"{left} is {right}.",
-    lambda left, right: f"Now {left} equals {right}",
-    lambda left, right: f"Then {right} = {left}",
-    lambda left, right: f"So the result of {left} is {right}",
-    lambda left, right: f"We get {right}: {left}.",
+    lambda left, right: f"Find {left} = {right}",
+    lambda left, right: f"Together {left} equals {right}",
+    lambda left, right: f"There {left} makes {right}.",
+    lambda left, right: f"The result of {left} is {right}.",
 )
 # Forms of any other line, and of the last equals sign in it.
-_TEXT_FORMS = ("{}", "Now: {}", "So we find: {}", "The next step: {}")
+_TEXT_FORMS = ("{}", "Find: {}", "To solve this: {}", "The following step: {}")
 _EQUALS = (" = ", " is ", " equals ")
 _ENDINGS: tuple[Callable[[str], str], ...] = (
     lambda answer: "",
-    lambda answer: "That is the final answer.\n",
-    lambda answer: f"So the answer is {answer}.\n",
-    lambda answer: f"Answer: {answer}\n",
+    lambda answer: f"The answer: {answer}\n",
+    lambda answer: f"The final answer is {answer}.\n",
+    lambda answer: f"There is the answer: {answer}\n",
 )
 
 

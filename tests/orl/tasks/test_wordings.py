@@ -50,7 +50,7 @@ def test_every_form_is_drawn_and_a_number_has_one_wording() -> None:
     drawn = {reword(problem_with(["1 + 2 = 3"], index=index)).response for index in range(300)}
     assert len(drawn) == 24  # 6 forms of the line x 4 endings
     text = {reword(problem_with(["Ann has 1 + 2 = 3 cats."], index=i)).response.split("\n")[0] for i in range(300)}
-    assert len(text) == 12 and "The next step: Ann has 1 + 2 equals 3 cats." in text
+    assert len(text) == 12 and "The following step: Ann has 1 + 2 equals 3 cats." in text
     assert reword(problem_with(["1 + 2 = 3"], index=5)) == reword(problem_with(["1 + 2 = 3"], index=5))
 
 
