@@ -29,7 +29,7 @@ from dlmrt.parallel.pulse import Pulse
 from dlmrt.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
-    from dlmrt.cuda.comm import SymmetricSum
+    from dlmrt.cuda.comm import Peers, SymmetricSum
 
 logger = logging.getLogger(__name__)
 
@@ -71,18 +71,19 @@ class Group:
         self._store = PrefixStore("torch", store)
         self._timeout = timedelta(seconds=timeout_s)
         self._commands: Any = None
-        self._symmetric: SymmetricSum | None = None  # on GPUs that read each other's memory
+        self.peers: Peers | None = None  # on GPUs that read each other's memory
+        self._symmetric: SymmetricSum | None = None  # sums through it
 
     def connect(self) -> None:
         """Open the connections that tensors and commands go through."""
-        with self._guarded("connecting"):
+        with self.guarded("connecting"):
             backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(
                 backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
             self._commands = dist.new_group(backend="gloo", timeout=_IDLE)
             if self.device.type == "cuda":
-                self._symmetric = self._symmetric_sum()
+                self._connect_memory()
 
     def do(self, what: str, *, number: int = 0) -> None:
         """Say what this rank does now, for reports: command `number`, or what comes before all commands."""
@@ -91,19 +92,19 @@ class Group:
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` of every rank [P, ...] in their order; shapes are equal."""
-        with self._guarded("gather"):
-            if self._symmetric is not None:
-                self._symmetric.check()  # what is gathered was made of sums
+        with self.guarded("gather"):
+            if self.peers is not None:
+                self.peers.check()  # what is gathered was made of sums
             return self._gathered(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of every rank's `x` in their order, in fp32, rounded once; the same bits on every rank."""
-        with self._guarded("sum"):
+        with self.guarded("sum"):
             return self._gathered_sum(x) if self._symmetric is None else self._symmetric(x)
 
     def command(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank; the others wait for them as long as rank 0 lives."""
-        with self._guarded("command"):
+        with self.guarded("command"):
             sent = bytearray(payload or b"")
             length = torch.tensor([len(sent)])
             dist.broadcast(length, src=0, group=self._commands)
@@ -132,8 +133,8 @@ class Group:
             self._on_loss(report)
 
     @contextmanager
-    def _guarded(self, kind: str) -> Iterator[None]:
-        """Errors of torch's collectives as ours, with the rank that is to blame."""
+    def guarded(self, kind: str) -> Iterator[None]:
+        """What ranks do together; errors of torch and of meetings of GPUs as ours, with the rank that is to blame."""
         if self.loss is not None:
             raise DeviceError(self.loss)
         self._num_collectives += 1
@@ -160,15 +161,16 @@ class Group:
             dist.all_gather(list(found), x.reshape(-1))
         return found.reshape(self.size, *x.shape)
 
-    def _symmetric_sum(self) -> SymmetricSum | None:
-        """One-shot sums through symmetric memory; None, with a logged reason, where sums have to go through nccl."""
-        from dlmrt.cuda.comm import SymmetricSum
-
+    def _connect_memory(self) -> None:
+        """One-shot sums through symmetric memory; with a logged reason, where sums have to go through nccl."""
         try:
-            return SymmetricSum(self.device, self._gathered_sum, timeout_s=self._timeout.total_seconds())
+            from dlmrt.cuda.comm import SymmetricSum, symmetric_peers
+
+            self.peers = symmetric_peers(self.device, timeout_s=self._timeout.total_seconds())
         except (ImportError, RuntimeError, NotImplementedError) as error:
             logger.warning("no symmetric memory (%s): sums go through nccl", _first_line(error))
-            return None
+            return
+        self._symmetric = SymmetricSum(self.peers, self._gathered_sum)
 
 
 def _device(ranks: Ranks) -> torch.device:

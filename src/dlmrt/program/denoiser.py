@@ -18,6 +18,7 @@ from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.nodes import Program
+from dlmrt.program.shard import Shard
 from dlmrt.types import Bool, Float32, Int32
 
 MAX_ROWS = 512  # of one forward that extends the context
@@ -49,10 +50,13 @@ class ProgramDenoiser(Generic[Bound]):
         store: holds the weights once this has returned.
         formats: types of weights and caches.
         dtype: what records call the model's type.
+        shard: one rank's part, of whose heads `config` is; logits and probabilities are then of its ids.
     """
 
-    def __init__(self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str) -> None:
-        self.config = config
+    def __init__(
+        self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str, shard: Shard | None = None
+    ) -> None:
+        self.config, self._shard = config, shard
         self.diffusion = diffusion_of(config)
         self.dtype = dtype
         self.vocab_size = config.vocab_size
@@ -173,20 +177,26 @@ class ProgramDenoiser(Generic[Bound]):
     def _extension(self) -> Bound:
         rows = self._max_rows
         return self._store.get(
-            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+            "extend",
+            lambda: record_extend(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _canvas(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
             ("canvas", rows),
-            lambda: record_canvas(self.config, self._formats, capacity=self._store.capacity, max_rows=rows),
+            lambda: record_canvas(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _soft(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
-            ("soft_embedding", rows), lambda: record_soft_embedding(self.config, self._formats, max_rows=rows)
+            ("soft_embedding", rows),
+            lambda: record_soft_embedding(self.config, self._formats, max_rows=rows, shard=self._shard),
         )
 
     def _reserve(self, ids: Int32) -> None:
