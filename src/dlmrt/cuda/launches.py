@@ -460,19 +460,19 @@ def _put_terms(b: Bound) -> Launch:
     return b.launch(
         comm.put_terms, (rows_at_most, -(-width // block)), ranks=b.place("ranks"), x=b.pointer("x", "part"),
         part=b.pointer("part", "x"), rows=b.place("rows"), M=rows_at_most, D=width, BD=block, S=_splits(b),
-        P=b.attribute("num_ranks"), HAS_X=b.has("x"), TDT=_TERM_TYPES[b.attribute("terms")],
+        P=b.attribute("num_ranks"), HAS_X=b.has("x"), TDT=_TERM_TYPES[str(b.attribute("terms"))],
     )  # fmt: skip
 
 
 def _sum_terms(b: Bound) -> Launch:
     made = next(role for role in ("total", "y", "operand") if b.has(role))
-    rows_at_most, width = b.size(made, 0), b.attribute("width")
+    rows_at_most, width = b.size(made, 0), int(b.number("width"))
     weight = b.place("weight").values if b.has("weight") else b.place(made)
     return b.launch(
         comm.sum_terms, (rows_at_most,), ranks=b.place("ranks"), x=b.pointer("x", made), weight=weight,
         total=b.pointer("total", made), y=b.pointer("y", made), operand=b.pointer("operand", made),
         rows=b.place("rows"), M=rows_at_most, eps=b.number("eps"), D=width, DP=tiles.power_of_two(width),
-        P=b.attribute("num_ranks"), TDT=_TERM_TYPES[b.attribute("terms")], HAS_X=b.has("x"),
+        P=b.attribute("num_ranks"), TDT=_TERM_TYPES[str(b.attribute("terms"))], HAS_X=b.has("x"),
         HAS_WEIGHT=b.has("weight"), HAS_TOTAL=b.has("total"), HAS_Y=b.has("y"), HAS_OPERAND=b.has("operand"),
         NVFP4=b.is_nvfp4("operand"), num_warps=_warps(width),
     )  # fmt: skip

@@ -305,10 +305,10 @@ def _load_part(checkpoint: Checkpoint, layout: Layout, group: Group, *, dtype: s
     from dlmrt.cuda.executor import part_formats
     from dlmrt.parallel.device import DeviceDenoiser
 
-    params, formats, name = part_formats(checkpoint, dtype=dtype, cuts=layout.cuts())
+    held, formats, name = part_formats(checkpoint, dtype=dtype, cuts=layout.cuts())
     assert group.peers is not None, "what has no obstacle"
     return DeviceDenoiser(
-        params, layout, layout.shard(terms=formats.matrix), group, group.peers, formats=formats, dtype=name,
+        held, layout, layout.shard(terms=formats.matrix), group, group.peers, formats=formats, dtype=name,
         mode=Environment.read().cuda_graph,
     )  # fmt: skip
 
