@@ -76,8 +76,12 @@ class Peers:
             raise RuntimeError(f"rank {late - 1} of {self.size} did not come to a meeting of the GPUs in time")
 
 
-def symmetric_peers(device: torch.device, *, timeout_s: float) -> Peers:
+def symmetric_peers(device: torch.device, *, timeout_s: float, assemble: Callable[[], None]) -> Peers:
     """The peers of this process, all of whose group are there.
+
+    Args:
+        assemble: waits for all ranks without a limit: none may still read memory that is replaced, and one that still
+            compiles kernels is not given up.
 
     Raises:
         RuntimeError: the GPUs cannot read each other's memory, or torch lacks the support.
@@ -89,6 +93,7 @@ def symmetric_peers(device: torch.device, *, timeout_s: float) -> Peers:
 
     def allocate(num_bytes: int) -> Mapped:
         torch.cuda.synchronize(device)
+        assemble()
         memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
         handle = symmetric.rendezvous(memory, group)
         return Mapped(

@@ -26,6 +26,7 @@ from dlmrt.parallel.denoiser import whole_logits
 from dlmrt.parallel.group import Group
 from dlmrt.parallel.layout import Layout
 from dlmrt.program.forwards import Formats
+from dlmrt.program.loop import LoopOptions
 from dlmrt.program.shard import Shard
 from dlmrt.types import Bool, Float32, Int32
 
@@ -59,6 +60,15 @@ class DeviceDenoiser(CudaDenoiser):
         own = self._layout.vocab
         return super().soft_embedding(np.ascontiguousarray(probs_LV[:, own.start : own.stop]))
 
+    def prepare_loop(
+        self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
+        arrays: Mapping[str, npt.NDArray[np.generic]],
+    ) -> DeviceProgram:  # fmt: skip
+        """See `CudaDenoiser.prepare_loop`; all ranks have done so then, who may take minutes to compile."""
+        program = super().prepare_loop(options, positions=positions, scalars=scalars, arrays=arrays)
+        self._group.assemble()
+        return program
+
     def launch_loop(self, *, is_first: bool, num_blocks: int) -> bool:
         """See `CudaDenoiser.launch_loop`.
 
@@ -71,6 +81,7 @@ class DeviceDenoiser(CudaDenoiser):
         return has_ended
 
     def _run(self, program: DeviceProgram, inputs: Mapping[str, npt.NDArray[np.generic]], **scalars: Any) -> None:
+        self._group.assemble()  # its program may just have been compiled
         with self._group.guarded("forward"):
             super()._run(program, inputs, **scalars)
             self._peers.check()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 JOIN_S = 120.0  # that processes have to start, torch's import included
+_POLL_S = 1e-4  # between two looks at whether all have come
 _IDLE = timedelta(days=300)  # followers wait for the next command; whether the leader lives, the pulse tells
 
 
@@ -113,6 +115,16 @@ class Group:
             dist.broadcast(body, src=0, group=self._commands)
             return body.numpy().tobytes()
 
+    def assemble(self) -> None:
+        """Wait until all ranks have come here, however long one takes that lives, to compile kernels for example."""
+        with self.guarded("assembly"):
+            work = dist.barrier(group=self._commands, async_op=True)
+            while not work.is_completed():
+                if self.loss is not None:
+                    raise DeviceError(self.loss)
+                time.sleep(_POLL_S)
+            work.wait()
+
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others are told why."""
         self.loss = self.loss or f"rank {self.rank} of {self.size} has failed: {error}"
@@ -162,14 +174,29 @@ class Group:
         return found.reshape(self.size, *x.shape)
 
     def _connect_memory(self) -> None:
-        """One-shot sums through symmetric memory; with a logged reason, where sums have to go through nccl."""
-        try:
-            from dlmrt.cuda.comm import SymmetricSum, symmetric_peers
+        """One-shot sums through symmetric memory on all ranks; or, with a logged reason, on none."""
+        for name, attempt in (("symmetric memory", self._import_memory), ("mapped memory", self._map_memory)):
+            reason = ""
+            try:
+                attempt()
+            except (ImportError, RuntimeError, NotImplementedError) as error:
+                reason = _first_line(error)
+            for rank, found in enumerate(self.pulse.meet(name, reason, JOIN_S)):
+                if found:
+                    logger.warning("no symmetric memory (rank %d: %s): sums go through nccl", rank, found)
+                    self.peers = self._symmetric = None
+                    return
 
-            self.peers = symmetric_peers(self.device, timeout_s=self._timeout.total_seconds())
-        except (ImportError, RuntimeError, NotImplementedError) as error:
-            logger.warning("no symmetric memory (%s): sums go through nccl", _first_line(error))
-            return
+    @staticmethod
+    def _import_memory() -> None:
+        import dlmrt.cuda.comm  # noqa: F401  whether Triton is there
+
+    def _map_memory(self) -> None:
+        from dlmrt.cuda.comm import SymmetricSum, symmetric_peers
+
+        self.peers = symmetric_peers(
+            self.device, timeout_s=self._timeout.total_seconds(), assemble=self.assemble
+        )  # fmt: skip
         self._symmetric = SymmetricSum(self.peers, self._gathered_sum)
 
 

@@ -119,6 +119,10 @@ class Group:
         """See `Group.gather`."""
         return self.machine.gather(self.rank, x)
 
+    def assemble(self) -> None:
+        """See `Group.assemble`."""
+        self.machine.gather(self.rank, torch.zeros(1))
+
     @contextmanager
     def guarded(self, kind: str):
         """See `Group.guarded`, without a pulse."""
