@@ -1,8 +1,8 @@
 """Programs of one rank's part of a model: the recorder that adds sums over ranks, and what it must know of the part.
 
 Model functions know nothing of it. A product with a weight that is cut along its input, the experts of one rank and a
-lookup among some ids give one rank's term of a sum. Terms are added to each other as they are; whatever else reads one
-reads the sum over ranks (`sum_ranks`), which is recorded right before its first reader. All else is computed by every
+lookup among some ids give one rank's term of a sum. Two terms that are added are one; whatever else reads a term reads
+the sum over ranks (`sum_ranks`), which is recorded right before its first reader. All else is computed by every
 rank for itself, from the same sums, so activations, canvases and flags are the same on every rank to the bit.
 
 Source: ours.
@@ -51,8 +51,8 @@ class ShardRecorder(Recorder):
         self, op: str, inputs: Mapping[str, Buffer | None], *, attributes: Mapping[str, Value] | None = None,
         outputs: Mapping[str, Buffer] | None = None, dims: Mapping[str, Dim] | None = None,
     ) -> dict[str, Buffer]:  # fmt: skip
-        """See `Recorder.call`; terms among the inputs become sums, but where two of them are added."""
-        is_add = op == "add" and all(buffer in self._terms for buffer in inputs.values())
+        """See `Recorder.call`; terms among the inputs become sums, but where two are added that nobody has summed."""
+        is_add = op == "add" and all(b in self._terms and b not in self._sums for b in inputs.values())
         if not is_add:
             inputs = {name: self._whole(buffer) for name, buffer in inputs.items()}
         constants = dict(attributes or {})
