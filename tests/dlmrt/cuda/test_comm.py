@@ -17,6 +17,7 @@ from dlmrt.cuda.comm import Mapped, Peers, SymmetricSum
 from dlmrt.cuda.kernels import comm, head
 from dlmrt.cuda.tiles import power_of_two
 
+pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
 BYTES = 4096  # of one rank's part
 NAMES = ("meet", "put_terms", "sum_terms", "take_logits", "put_statistics", "merge_ranks")
 
