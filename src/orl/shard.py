@@ -18,7 +18,7 @@ Source: torch.distributed.fsdp (FSDP2); ours otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -145,3 +145,19 @@ def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def shared_out(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`function` of each whole tensor, computed by one process each and sharded as its argument was.
+
+    As many whole tensors are held at a time as there are processes. Every process must iterate to the end.
+    """
+    if not tensors or not isinstance(tensors[0], DTensor):
+        yield from map(function, tensors)
+        return
+    mesh = tensors[0].device_mesh
+    for start in range(0, len(tensors), mesh.size()):
+        wholes = [whole(tensor) for tensor in tensors[start : start + mesh.size()]]
+        results = [function(w) if mesh.get_local_rank() == i else torch.empty_like(w) for i, w in enumerate(wholes)]
+        for i, result in enumerate(results):
+            yield distribute_tensor(result, mesh, tensors[start + i].placements, src_data_rank=i)
