@@ -138,9 +138,12 @@ def test_replayed_logits_are_those_of_the_engine(roll_out, case: str, executor: 
     assert bool(num_with_residual) == (case != "no residual")
 
 
-def test_recorded_entropy_is_that_of_the_replayed_state(roll_out):
-    """The alarm for stale or inexact states reads 0 for fresh ones, and more when weights have moved."""
-    config, params, engine, trajectories = roll_out("shifted")
+@pytest.mark.parametrize("case", ["shifted", "uniform"])
+def test_recorded_entropy_is_that_of_the_replayed_state(roll_out, case: str):
+    """The alarm for stale or inexact states reads 0 for fresh ones, also where temperatures fall; else more."""
+    config, params, engine, trajectories = roll_out(case)
+    temperatures = {float(t) for trajectory in trajectories for b in trajectory.blocks for t in b.temperature_K}
+    assert (len(temperatures) > 1) == (case == "uniform")
     responses = [replay_response(t, SECTION) for t in trajectories]
     batch = ReplayBatch(responses, state_weights(responses, "response"), everything(responses), config)
     banned = banned_of(engine)

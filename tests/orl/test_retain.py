@@ -37,7 +37,7 @@ def block(*, num_answer: int = 3, **changes: Any) -> BlockTrajectory:
         "entropy_KL": np.array([[0.1, 0.4, 1.0, 9.0], [0.0, 0.2, 0.4, 9.0], [0.0, 0.0, 0.3, 9.0]], dtype=np.float32),
         "argmax_KL": np.array([[7, 8, 5, 0], [7, 8, 5, 0], [7, 8, 9, 0]]),
         "confidence_KL": np.array([[0.9, 0.8, 0.4, 0.1], [1, 0.9, 0.6, 0.1], [1, 1, 0.7, 0.1]], dtype=np.float32),
-        "kept_steps": (0,), "residual_NLD": None,
+        "temperature_K": np.ones(3, dtype=np.float32), "kept_steps": (0,), "residual_NLD": None,
     }  # fmt: skip
     return BlockTrajectory(**{**fields, **changes})
 
@@ -96,6 +96,7 @@ def test_contraction_reads_open_slots_of_the_answer_only():
     """Means 0.5, 0.3, 0.3: slot 3 lies right of the end."""
     assert list(contraction_ratios(block())) == pytest.approx([0.6, 1.0])
     assert list(contraction_ratios(block(num_answer=2))) == pytest.approx([0.2 / 0.25])
+    assert list(contraction_ratios(block(temperature_K=np.array([0.8, 0.6, 0.6])))) == pytest.approx([1.0])
 
 
 def test_calibration_and_precision_by_hand():
