@@ -90,13 +90,11 @@ def prepare_tokenizer(data: DataSection, folder: Path, *, source: Path | None = 
     os.rename(partial, folder)
 
 
-def encode_problem(codec: TextCodec, problem: Problem, number: int) -> Example:
+def encode_problem(codec: TextCodec, problem: Problem, number: int, *, stop_id: int) -> Example:
     """Prompt through the chat template, response with the stop token; special text in either stays text."""
     prompt = codec.encode_messages([{"role": "user", "content": problem.prompt}])
     response = codec.tokenizer.encode(problem.response, add_special_tokens=False).ids
-    stop = codec.tokenizer.token_to_id(END_TOKEN)
-    assert stop is not None, "model_config has checked it"
-    return Example(number=number, prompt_ids=tuple(prompt), response_ids=(*response, stop))
+    return Example(number=number, prompt_ids=tuple(prompt), response_ids=(*response, stop_id))
 
 
 class PackedStream:
@@ -107,6 +105,8 @@ class PackedStream:
     ) -> None:
         self.data, self.objective, self.noise, self.codec, self.seed = data, objective, noise, codec, seed
         self.mixture = Mixture.of(data)
+        self.stop_id = codec.tokenizer.token_to_id(END_TOKEN)
+        assert self.stop_id is not None, "model_config has checked it"
         self.pool_idx, self.offset = 0, 0
         self.num_left_out = 0  # problems of finished pools that did not fit
         self._pool: tuple[list[Rows], int] | None = None  # bins of the current pool, problems left out of it
@@ -142,7 +142,9 @@ class PackedStream:
     def _pack(self, pool_idx: int) -> tuple[list[Rows], int]:
         size, length = self.data.pool_problems, self.data.pack_tokens
         numbers = range(pool_idx * size, (pool_idx + 1) * size)
-        examples = [encode_problem(self.codec, self.mixture.problem(n, self.seed), n) for n in numbers]
+        examples = [
+            encode_problem(self.codec, self.mixture.problem(n, self.seed), n, stop_id=self.stop_id) for n in numbers
+        ]
         problems = [problem_rows(e, self.objective, self.noise, self.seed) for e in examples]
         fitting = [rows for rows in problems if len(rows.ids) <= length]
         if not fitting:

@@ -69,6 +69,7 @@ class Noise:
     pad_token_id: int  # fills the last canvas right of the stop token
     logit_shift: int = 0  # 1: the row before a slot predicts it, the last clean row before a canvas its first slot
     random_ids: Int32  # ids that uniform noise draws from
+    is_grid_at_zero: bool = False  # blocks start at multiples of the canvas length, not where the prompt ends
 
 
 def generator(seed: int, number: int, stream: int, index: int = 0) -> np.random.Generator:

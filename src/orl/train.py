@@ -51,7 +51,7 @@ from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
 from orl.selection import Evaluations
 from orl.shard import ShardedParams, whole
-from orl.start import noise_of
+from orl.start import noise_of, stop_id_of
 from orl.train_recipe import TrainRecipe
 from orl.tune import plain_weights, start_checkpoint, trained_params
 
@@ -154,9 +154,11 @@ class TrainRun:
         self.evaluations = Evaluations(recipe.eval)
         self.pool = self._open_pool()
         self.codec = self.pool.engines[0].tokenizer
-        self.noise = noise_of(self.config, self.codec)
+        uses_gold = recipe.rollout.source == "gold" or recipe.keep.on_no_success == "gold"
+        decoded = self.pool.engines[0].config  # with every token that ends an answer
+        self.gold = (noise_of(decoded, self.codec), stop_id_of(decoded, self.codec)) if uses_gold else None
         self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
-        self.banned[torch.from_numpy(banned_ids(self.pool.engines[0].config, self.codec.known_ids)).long()] = True
+        self.banned[torch.from_numpy(banned_ids(decoded, self.codec.known_ids)).long()] = True
         if saved is not None:
             self._restore(*saved)
 
@@ -306,12 +308,13 @@ class TrainRun:
         return responses, report
 
     def _gold(self, numbers: Sequence[int], copies: int) -> list[ReplayResponse]:
-        seed = self.recipe.run.seed
-        examples = [encode_problem(self.codec, self.mixture.problem(n, seed), n) for n in numbers]
+        assert self.gold is not None
+        (noise, stop_id), seed = self.gold, self.recipe.run.seed
+        examples = [encode_problem(self.codec, self.mixture.problem(n, seed), n, stop_id=stop_id) for n in numbers]
         responses = [
             gold_response(
-                example, self.noise, seed=seed, response_idx=copy,
-                states_per_block=1 + self.recipe.states.per_block, policy_version=self.policy_version,
+                example, noise, seed=seed, response_idx=copy,
+                states_per_block=1 + self.recipe.states.per_block,
             )
             for example in examples
             for copy in range(copies)

@@ -156,7 +156,7 @@ def test_replayed_states_have_the_logits_of_the_engine(name: str, codec, tokeniz
     params = load_params(open_checkpoint(tmp_path / "model"), dtype="float32")
     clean = np.random.default_rng(1).integers(5, 200, 24).astype(np.int32)
     states = states_of(config, clean)
-    response = ReplayResponse(number=0, policy_version=0, clean_S=clean, grid=0, states=states)
+    response = ReplayResponse(number=0, clean_S=clean, grid=0, states=states)
     batch = ReplayBatch([response], [1.0], [Share(response=0, states=(0, 1, 2))], config)
     found = packed_logits(params, batch).detach().reshape(3, config.diffusion.canvas_length, -1).numpy()
     with Engine.load(tmp_path / "model", executor="eager", dtype="float32", num_threads=1) as engine:
