@@ -3,7 +3,8 @@
 The counterpart of `orl.rollout` for the arm that trains on gold answers with as many rows, and for prompts on which no
 answer was verified. Blocks lie where the decoder puts them, the prompt's last partial block pinned in front of the
 answer where its grid begins at position 0. Nothing was decoded, so there is no step before and no recorded entropy:
-cross-entropy falls on every open slot. The residual comes from a first pass of the current model (`self_condition`), for half of the answers.
+cross-entropy falls on every open slot. The residual comes from a first pass of the current model (`self_condition`),
+for half of the answers.
 
 Source: two-pass self-conditioning as in Chen et al., arXiv 2208.04202; ours otherwise.
 """

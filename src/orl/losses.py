@@ -72,10 +72,14 @@ class StateLosses:
         terms = {"ce": self.cross_entropy_S, "aec": self.contraction_S, "kl": self.anchor_S}
         return {name: float((weight_S * term_S).sum()) for name, term_S in terms.items()}
 
-    def recorded_gap(self, batch: ReplayBatch, log_num_ids: float) -> float:
-        """Mean |entropy - recorded entropy| over open slots, normalised: 0 up to rounding while rollouts are fresh."""
-        gap_R = (self.own_entropy_R - batch.own_entropy_R / log_num_ids).abs()[batch.is_open_R]
-        return float(gap_R.nanmean()) if len(gap_R) else math.nan
+    def recorded_gap(self, batch: ReplayBatch, log_num_ids: float) -> tuple[float, int]:
+        """Sum of |entropy - recorded entropy|, normalised, over open slots with a record, and their number.
+
+        It is 0 up to rounding while rollouts are fresh.
+        """
+        is_known_R = batch.is_open_R & ~torch.isnan(batch.own_entropy_R)
+        gap_R = (self.own_entropy_R - batch.own_entropy_R / log_num_ids).abs()[is_known_R]
+        return float(gap_R.sum(dtype=torch.float64)), len(gap_R)
 
 
 def log_probs(logits_RV: Tensor, banned: Tensor) -> Tensor:
@@ -118,7 +122,7 @@ def state_losses(
 
     ce_R = -logp_RV.gather(-1, batch.targets_R.unsqueeze(-1)).squeeze(-1)
     cross_entropy_S = mean_by_state(ce_R, batch.is_gated_R)
-    is_right_R = logits_RV.detach().argmax(-1) == batch.targets_R
+    is_right_R = logp_RV.detach().argmax(-1) == batch.targets_R
     has_source = section.aec not in ("cap", "minent")
     compared_R = entropy_at(batch.source_temperature_S) if has_source else entropy_R
     contraction_S = _contraction(compared_R, is_right_R, batch, section, math.log(num_ids), mean_by_state)

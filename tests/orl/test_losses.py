@@ -117,6 +117,35 @@ def test_forms_of_the_contraction():
         LossSection(aec="log_ratio", aec_rho=1.0)
 
 
+def test_cap_judges_by_the_ids_that_may_be_predicted():
+    """A banned id with the largest logit is no prediction: the decoder never commits it."""
+    values = logits()
+    values[:, BANNED_ID] = 50.0
+    found = state_losses(values, five_slots(), LossSection(aec="cap"), banned=BANNED, reference_RV=None)
+    np.testing.assert_allclose(found.contraction_S, losses_of(five_slots(), LossSection(aec="cap")).contraction_S)
+    assert found.contraction_S.any()
+
+
+def test_recorded_gap_counts_open_slots_with_a_record():
+    batch = five_slots(own_entropy_R=torch.tensor([0.5, math.nan, 9.0, 0.2, math.nan]))
+    found, entropy = losses_of(batch, LossSection()), normalised_entropy(log_probs(logits(), BANNED), 5).numpy()
+    wanted = abs(entropy[0] - 0.5 / math.log(5)) + abs(entropy[3] - 0.2 / math.log(5))
+    assert found.recorded_gap(batch, math.log(5)) == (pytest.approx(wanted, rel=1e-6), 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"gate": "all", "gate_level": 0.3}, "gate_level has no effect, since gate is 'all'"),
+        ({"kl_weight": 0.0, "kl_cap": 2.0}, "kl_cap has no effect, since kl_weight is 0"),
+        ({"aec": "minent", "aec_rho": 0.5}, "aec_rho has no effect, since aec is 'minent'"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(given: dict[str, Any], why: str):
+    with pytest.raises(RecipeError, match=why):
+        LossSection(**given)
+
+
 def two_candidates(temperature: float) -> SimpleNamespace:
     """One open slot whose logits 2 and 0 were recorded at `temperature` in this step and in the one before."""
     p = 1 / (1 + math.exp(-2 / temperature))
@@ -146,7 +175,7 @@ def test_entropies_are_compared_at_the_temperature_of_the_record(kind: str, temp
     asked = float(batch.source_entropy_S) / math.log(2) * 0.25
     wanted = math.log(0.75) ** 2 if kind == "log_ratio" else asked**2
     assert float(losses(0.25).contraction_S) == pytest.approx(wanted, rel=1e-4)
-    assert losses(0.0).recorded_gap(batch, math.log(2)) == pytest.approx(0, abs=1e-6)
+    assert losses(0.0).recorded_gap(batch, math.log(2)) == (pytest.approx(0, abs=1e-6), 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -150,7 +150,9 @@ def test_recorded_entropy_is_that_of_the_replayed_state(roll_out, case: str):
 
     def gap(weights: dict[str, Tensor]) -> float:
         losses = state_losses(packed_logits(weights, batch), batch, SECTION, banned=banned, reference_RV=None)
-        return losses.recorded_gap(batch, float(np.log(int((~banned).sum()))))
+        total, count = losses.recorded_gap(batch, float(np.log(int((~banned).sum()))))
+        assert count == int(batch.is_open_R.sum()) > 0
+        return total / count
 
     assert gap(params) < 1e-5
     assert gap({name: tensor * 1.1 for name, tensor in params.items()}) > 1e-3
