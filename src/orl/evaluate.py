@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -167,7 +166,7 @@ def evaluate(
         "conditions": {
             "executor": _only(o.executor for o in everything),
             "dtype": _only(o.dtype for o in everything),
-            "num_threads": _num_threads(),
+            "num_threads": engine.num_threads,
             "seed": seed,
             "num_problems": len(problems),
             "split": sorted({problem.split for problem in problems}),
@@ -204,12 +203,6 @@ def _judge(problem: Problem, result: GenerateResult) -> Outcome:
         executor=result.record.executor,
         dtype=result.record.dtype,
     )
-
-
-def _num_threads() -> int | None:
-    """Threads of torch, where an executor has loaded it."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.get_num_threads())
 
 
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:

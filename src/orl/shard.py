@@ -48,7 +48,7 @@ class ShardedParams(Mapping[str, Tensor]):
         self, params: Mapping[str, Tensor], *, trained: Callable[[str], bool] = lambda name: True,
         checkpoint_layers: bool = False, view: View = lambda params: params,
     ) -> None:  # fmt: skip
-        numbers = {name: _layer_of(name) for name in params}
+        numbers = {name: layer_of(name) for name in params}
         num_layers = 1 + max((n for n in numbers.values() if n is not None), default=-1)
         self._view = view
         self.root = _Tensors(
@@ -130,7 +130,8 @@ def run_with(params: Mapping[str, Tensor], fn: Callable[[Mapping[str, Tensor]], 
     return params.run(fn) if isinstance(params, ShardedParams) else fn(params)
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
+    """Number of the layer that a parameter belongs to, None outside of layers."""
     found = _LAYER.search(name)
     return None if found is None else int(found[1])
 

@@ -90,8 +90,8 @@ DAMAGES = {
 def test_damaged_newest_state_is_set_aside_and_the_older_one_used(folder: RunFolder, damage: str, caplog):
     """K59: and the damaged one must not push the good ones out later."""
     for step in (3, 5):
-        folder.save_state(step, tensors(step), {"note": "x"})
         folder.log({"step": step})
+        folder.save_state(step, tensors(step), {"note": "x"})
     DAMAGES[damage](folder.states / "step_00000005")
     loaded = folder.load_state()
     assert loaded is not None

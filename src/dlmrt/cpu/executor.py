@@ -62,6 +62,11 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
         store = ProgramStore(config, params, num_threads=_num_threads(num_threads), isa=isa)
         super().__init__(config, store, formats or FORMATS[dtype], dtype=dtype)
 
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of forwards."""
+        return self._store.num_threads
+
     def assign(self, params: Mapping[str, Float32]) -> None:
         """Take other weights of the same shapes, in place, and forget the committed context."""
         self.reset()

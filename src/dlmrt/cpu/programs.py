@@ -68,6 +68,7 @@ class ProgramStore:
         except ValueError as error:
             raise DeviceError(f"DLMRT_CPU_ISA: {error}") from error
         self._pool = _native.Pool(num_threads)
+        self.num_threads = self._pool.size
         self._params: Params | None = params
         self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}

@@ -139,6 +139,9 @@ class Engine:
         config: of the checkpoint.
         codec: its tokenizer and chat template.
         generation_defaults: parsed generation_config.json.
+
+    Attributes:
+        num_threads: CPU threads that the executor computes on; None where it does not say.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class Engine:
         assert config.diffusion is not None
         self._diffusion: DiffusionConfig = config.diffusion
         self._denoiser: Denoiser | None = denoiser
+        self.num_threads: int | None = getattr(denoiser, "num_threads", None)
         self._check_tokenizer(codec)
         self._banned = banned_ids(config, codec.known_ids)
         self._allowed = np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), self._banned)

@@ -76,6 +76,11 @@ class EagerDenoiser:
             self._params[name].copy_(torch.from_numpy(values))
 
     @property
+    def num_threads(self) -> int | None:
+        """CPU threads of forwards, torch's for the whole process; None on another device."""
+        return torch.get_num_threads() if self._device.type == "cpu" else None
+
+    @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""
         return self._keys[0].shape[1]
