@@ -57,7 +57,11 @@ class Mixture:
     def problem(self, number: int, seed: int) -> Problem:
         """Problem `number` of the training stream."""
         choice = generator(seed, number, DATA_STREAM).choice(len(self.tasks), p=self.shares)
-        problem = get_task(self.tasks[int(choice)]).problem(number, "train")
+        return self.task_problem(self.tasks[int(choice)], number)
+
+    def task_problem(self, task: str, index: int) -> Problem:
+        """Problem `index` of one task's train split, in the mixture's wordings."""
+        problem = get_task(task).problem(index, "train")
         return reword(problem) if self.has_many_wordings else problem
 
 
@@ -84,8 +88,8 @@ def prepare_tokenizer(data: DataSection, folder: Path, *, source: Path | None = 
     else:
         if data.vocab_size < MIN_VOCAB_SIZE:
             raise RecipeError(f"data.vocab_size is {data.vocab_size}; it must be at least {MIN_VOCAB_SIZE}")
-        indices = range(data.tokenizer_problems)
-        problems = (get_task(task).problem(index, "train") for task in Mixture.of(data).tasks for index in indices)
+        mixture, indices = Mixture.of(data), range(data.tokenizer_problems)
+        problems = (mixture.task_problem(task, index) for task in mixture.tasks for index in indices)
         write_tokenizer(train_tokenizer(problems, vocab_size=data.vocab_size), partial)
     os.rename(partial, folder)
 

@@ -236,6 +236,12 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+def by_task(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """What tables show: the summaries of every task, and of all of them together, one a row of a report's results."""
+    rows = {task: [row["tasks"][task] for row in results] for task in results[0]["tasks"]}
+    return rows | {"all": [row["all"] for row in results]}
+
+
 def _by_length(
     tokens: npt.NDArray[np.float64], forwards: npt.NDArray[np.float64], seconds: npt.NDArray[np.float64]
 ) -> dict[str, Any]:

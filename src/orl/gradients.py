@@ -21,7 +21,7 @@ from orl.cost import CostModel, deal
 from orl.losses import StateLosses, log_probs, state_losses
 from orl.packing import Share
 from orl.precision import autocast
-from orl.ranks import Ranks
+from orl.ranks import TrainRanks
 from orl.replay import ReplayBatch, ReplayResponse, packed_logits, residual_ratio, state_weights
 from orl.shard import run_with
 from orl.train_recipe import LossSection, TrainRecipe
@@ -31,7 +31,7 @@ _MOST_RATIO_STATES = 64  # of an update that the size of the residual's share is
 
 def accumulate_gradients(
     params: Mapping[str, Tensor], reference: Mapping[str, Tensor], config: ModelConfig,
-    responses: Sequence[ReplayResponse], recipe: TrainRecipe, *, banned: Tensor, ranks: Ranks | None = None,
+    responses: Sequence[ReplayResponse], recipe: TrainRecipe, *, banned: Tensor, ranks: TrainRanks | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Add the gradients of all states of `responses` to `params`; figures for the line of metrics.
 
@@ -40,7 +40,7 @@ def accumulate_gradients(
         responses: of the whole update, on every process.
         banned: bool [V], ids that may not be predicted.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or TrainRanks()
     weights = state_weights(responses, recipe.states.norm)
     log_num_ids = math.log(int((~banned).sum()))
     sums = dict.fromkeys(("loss", "ce", "aec", "kl"), 0.0)
@@ -91,7 +91,7 @@ def _aec_strength(section: LossSection, aec: float, log_num_ids: float) -> float
 
 
 def _micro_batches(
-    responses: Sequence[ReplayResponse], config: ModelConfig, budget: int, ranks: Ranks
+    responses: Sequence[ReplayResponse], config: ModelConfig, budget: int, ranks: TrainRanks
 ) -> list[list[Share]]:
     """This process's micro-batches."""
     assert config.diffusion is not None
@@ -121,12 +121,3 @@ def _micro_batch(
             with torch.no_grad():
                 reference_RV = run_with(reference, lambda p: log_probs(logits_of(p), banned))
         return run_with(params, losses_of)
-
-
-def why_unusable(loss: float, norms: Mapping[str, float]) -> str | None:
-    """Why an update's gradient cannot be used, None if it can."""
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if not all(map(math.isfinite, norms.values())):
-        return "the gradient is not finite"
-    return None

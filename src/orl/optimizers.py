@@ -28,6 +28,15 @@ def learning_rate_ratio(step: int, num_steps: int, warmup_steps: int, end_ratio:
     return end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
 
 
+def why_unusable(loss: float, norms: Mapping[str, float]) -> str | None:
+    """Why gradients of these norms cannot be used for a step, None if they can."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if not all(map(math.isfinite, norms.values())):
+        return "the gradient is not finite"
+    return None
+
+
 class NamedOptimizers:
     """Several optimizers as one, with state that can be saved by parameter name.
 

@@ -35,10 +35,10 @@ from orl.data import PackedStream
 from orl.errors import DivergedError
 from orl.interrupt import uninterrupted
 from orl.objective import Batch, batch_loss
-from orl.optimizers import Optimizers, learning_rate_ratio
+from orl.optimizers import Optimizers, learning_rate_ratio, why_unusable
 from orl.packing import COIN_STREAM, Rows, generator
 from orl.precision import autocast
-from orl.ranks import Ranks, joined
+from orl.ranks import TrainRanks, joined
 from orl.recipe import PretrainRecipe
 from orl.run_folder import RunFolder
 from orl.shard import ShardedParams, run_with, whole
@@ -121,14 +121,14 @@ def _pretrain(
 class Run:
     """Everything that a step changes: parameters, optimizers, stream, counters; and how it is saved."""
 
-    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
         self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or TrainRanks()
         with ExitStack() as opened:  # closes what is open where a later part fails
             self._set_up(self.ranks, opened)
             self._opened = opened.pop_all()
 
-    def _set_up(self, ranks: Ranks, opened: ExitStack) -> None:
+    def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
         recipe, run_dir = self.recipe, self.path
         self.folder: RunFolder | None = None
         if ranks.is_main:
@@ -175,12 +175,13 @@ class Run:
         """
         section, began = self.recipe.optim, time.monotonic()
         bins = self.stream.take(section.bins_per_step)
-        entry = accumulate_gradients(
+        entry = step_gradients(
             self.params, self.config, self.recipe, bins, self.step, self.ranks, banned=self.banned
         )  # fmt: skip
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.params.parameters().values(), section.grad_clip)))
         ratio = learning_rate_ratio(self.step, section.steps, section.warmup_steps, section.lr_end_ratio)
-        reason = _unusable(entry, norm)
+        has_targets = bool(entry["denominator"])
+        reason = why_unusable(entry["loss"], {"grad": norm}) if has_targets else "no row has a target"
         if reason is None:
             self.optimizers.step(ratio)
             self.num_skipped_in_a_row = 0
@@ -259,15 +260,15 @@ class Run:
 _COUNTERS = ("num_rows", "num_skipped", "num_skipped_in_a_row", "evaluated_step")
 
 
-def accumulate_gradients(
+def step_gradients(
     params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int,
-    ranks: Ranks | None = None, *, banned: Tensor | None = None,
+    ranks: TrainRanks | None = None, *, banned: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Add up the gradients of one step's micro-batches; the denominator is the whole step's.
 
     Several processes take the micro-batches in turns, those with a first pass apart from the others.
     """
-    section, objective, ranks = recipe.optim, recipe.objective, ranks or Ranks()
+    section, objective, ranks = recipe.optim, recipe.objective, ranks or TrainRanks()
     denominator = float(sum(rows.weights.sum(dtype=np.float64) for rows in bins))
     coins = generator(recipe.run.seed, step, COIN_STREAM).random(len(bins))
     use_z = qwen3.has_residual(config)
@@ -306,14 +307,3 @@ def accumulate_gradients(
         if known:
             means[key] = float(np.mean(known))
     return {"loss": sum(part for part, _ in parts), "denominator": denominator, **means}
-
-
-def _unusable(entry: Mapping[str, Any], norm: float) -> str | None:
-    """Why a step's gradient cannot be used, None if it can."""
-    if not entry["denominator"]:
-        return "no row has a target"
-    if not math.isfinite(entry["loss"]):
-        return "the loss is not finite"
-    if not math.isfinite(norm):
-        return "the gradient is not finite"
-    return None

@@ -211,13 +211,10 @@ class _Part:
         self.num_rows = len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
 
 
-def packed_logits(
-    params: Mapping[str, Tensor], batch: ReplayBatch, *, with_residual: bool = True, always_residual: bool = False
-) -> Tensor:
+def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, always_residual: bool = False) -> Tensor:
     """Logits [R, V] of all slots with a loss, in one forward over all rows.
 
     Args:
-        with_residual: False: every state as if its z were 0.
         always_residual: run the adapter also where every z is 0; the same parameters of a sharded model must get a
             gradient on every process.
     """
@@ -241,9 +238,7 @@ def packed_logits(
             predicted_by.append(np.append(before, own[:-1]) if batch.diffusion.logit_shift else own)
         row += part.num_rows
     is_noisy = torch.from_numpy(np.concatenate(noisy))
-    z, where = None, None
-    if with_residual:
-        z, where = residual_inputs(batch.states, is_noisy, config, always=always_residual)
+    z, where = residual_inputs(batch.states, is_noisy, config, always=always_residual)
     ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
     ids_T, positions_T, is_noisy = (t.to(batch.device) for t in (ids_T, positions_T, is_noisy))
     z, where = (None if t is None else t.to(batch.device) for t in (z, where))

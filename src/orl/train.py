@@ -42,10 +42,10 @@ from orl.diagnostics import rollout_report
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
 from orl.evaluate import Setting, evaluate
 from orl.gold import gold_response, self_condition
-from orl.gradients import accumulate_gradients, why_unusable
+from orl.gradients import accumulate_gradients
 from orl.interrupt import uninterrupted
-from orl.optimizers import PathwayOptimizers, learning_rate_ratio
-from orl.ranks import Ranks, joined
+from orl.optimizers import PathwayOptimizers, learning_rate_ratio, why_unusable
+from orl.ranks import TrainRanks, joined
 from orl.recipe import DataSection
 from orl.replay import ReplayResponse, replay_response
 from orl.retain import judge, shared_part
@@ -127,14 +127,14 @@ def train(
 class TrainRun:
     """Everything that an update changes: parameters, optimizer state, counters; and how it is saved."""
 
-    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
         self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks or Ranks()
+        self.ranks = ranks or TrainRanks()
         with ExitStack() as opened:  # closes what is open where a later part fails
             self._set_up(self.ranks, opened)
             self._opened = opened.pop_all()
 
-    def _set_up(self, ranks: Ranks, opened: ExitStack) -> None:
+    def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
         recipe, run_dir = self.recipe, self.path
         self.folder: RunFolder | None = None
         if ranks.is_main:

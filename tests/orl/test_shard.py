@@ -21,7 +21,7 @@ from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
 from dlmrt.testing import tiny_config
 from orl.pretrain import pretrain
-from orl.ranks import Ranks
+from orl.ranks import TrainRanks
 from orl.recipe import dump_recipe
 from orl.shard import ShardedParams
 from orl.train import train
@@ -174,7 +174,7 @@ def test_layers_are_computed_again_in_backward_only_when_asked():
 
 def test_rounds_deal_every_item_once_and_as_many_to_each_rank():
     for size in (1, 2, 3):
-        dealt = [list(Ranks(rank=rank, size=size).rounds("abcde")) for rank in range(size)]
+        dealt = [list(TrainRanks(rank=rank, size=size).rounds("abcde")) for rank in range(size)]
         assert len({len(part) for part in dealt}) == 1
         assert sorted(item for part in dealt for item, is_own in part if is_own) == list("abcde")
 
