@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,12 +14,15 @@ from tokenizers import Tokenizer
 
 from dlmrt.decode.sampling import banned_ids
 from dlmrt.errors import UsageError
+from orl import data as data_module
 from orl.data import Mixture, PackedStream, encode_problem, held_out, prepare_tokenizer
 from orl.errors import RecipeError, UnknownTaskError
 from orl.packing import CLEAN, Rows
 from orl.recipe import DataSection, PretrainRecipe
 from orl.start import model_config, noise_of, stop_id_of
+from orl.tasks import get_task
 from orl.tasks.types import Problem
+from orl.tasks.wordings import reword
 
 
 @pytest.fixture
@@ -108,6 +112,22 @@ def test_held_out_takes_turns_and_shares_no_prompt_with_training():
     assert [p.task for p in problems] == ["chain_sum", "spell_backward"] * 3
     assert {p.split for p in problems} == {"heldout"}
     assert not {p.prompt for p in problems} & {mixture.problem(number, 0).prompt for number in range(50)}
+
+
+@pytest.mark.parametrize("wordings", ["one", "many"])
+def test_tokenizer_is_trained_on_the_wordings_of_the_data(tmp_path: Path, monkeypatch, wordings: str):
+    section = DataSection(tasks=("chain_sum",), wordings=wordings, vocab_size=300, tokenizer_problems=5)
+    seen: list[str] = []
+
+    def train(problems: Iterable[Problem], *, vocab_size: int) -> None:
+        seen.extend(problem.response for problem in problems)
+
+    monkeypatch.setattr(data_module, "train_tokenizer", train)
+    monkeypatch.setattr(data_module, "write_tokenizer", lambda tokenizer, folder: None)
+    prepare_tokenizer(section, tmp_path / "tokenizer")
+    plain = [get_task("chain_sum").problem(index, "train") for index in range(5)]
+    assert seen == [(reword(problem) if wordings == "many" else problem).response for problem in plain]
+    assert (seen == [problem.response for problem in plain]) == (wordings == "one")
 
 
 @pytest.mark.parametrize("kind", ["mask", "uniform"])

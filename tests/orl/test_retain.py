@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from orl.diagnostics import (
     distinct_n,
     rollout_report,
 )
-from orl.retain import judge, repeated_share
+from orl.retain import judge, repeated_share, shared_part
 from orl.rollout import BlockTrajectory, RolloutRequest, Trajectory
 from orl.tasks import get_task
 from orl.train_recipe import KeepSection
@@ -77,6 +78,20 @@ def test_only_verified_finished_distinct_answers_train_up_to_the_cap():
     assert [item.dropped for item in found] == wanted
     assert [item.verdict.passed for item in found] == [False] + [True] * 7
     assert [item.dropped for item in judged(answers, KeepSection(max_per_prompt=0))][4] is None
+
+
+def test_residuals_of_dropped_answers_do_not_travel():
+    gold = PROBLEMS[0].response
+    residual = np.zeros((1, 4, 2), dtype=np.float32)
+    answers = [
+        dataclasses.replace(answer(0, text), blocks=(block(kept_steps=(0, 1), residual_NLD=residual),))
+        for text in ("wrong", gold)
+    ]
+    dropped, kept = found = judged(answers, KeepSection())
+    assert shared_part(kept) is kept
+    assert shared_part(dropped).trajectory.blocks[0].residual_NLD is None
+    report = rollout_report(found, rho=0.25)
+    assert rollout_report(list(map(shared_part, found)), rho=0.25) == report
 
 
 def test_report_counts_coverage_and_kept_share():
