@@ -68,7 +68,7 @@ def accumulate_gradients(
             gap, num_known, num_rows = gap + more, num_known + count, num_rows + batch.num_rows
     parts = ranks.gathered((sums, gap, num_known, num_rows))
     sums = {name: sum(part[0][name] for part in parts) for name in sums}
-    gap, num_known, num_rows = (sum(part[i] for part in parts) for i in (1, 2, 3))
+    gap, num_known = sum(part[1] for part in parts), sum(part[2] for part in parts)
     states = [state for r in responses for state in r.states]
     some = [state for state in states if state.residual_LD is not None]
     some = some[:: -(-len(some) // _MOST_RATIO_STATES) or 1]
@@ -78,7 +78,7 @@ def accumulate_gradients(
         "recorded_entropy_gap": gap / num_known if num_known else None,
         "residual_ratio": run_with(params, lambda p: residual_ratio(p, some, config)),
         "num_states": len(states),
-        "num_rows": num_rows,
+        "num_rows": sum(part[3] for part in parts),
         "num_micro": len(bins),
     }
 

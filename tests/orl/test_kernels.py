@@ -145,6 +145,14 @@ def test_flex_attention_and_the_cpu_path_equal_the_dense_mask(context: str):
     torch.testing.assert_close(flex, dense[0], rtol=1e-5, atol=1e-5)
 
 
+def test_masks_lie_where_the_rows_do():
+    attend = StaircaseAttention(layout_of(RAGGED, length=4), diffusion(in_block="causal"), device="meta")
+    masks = [*attend.visible_clean, *attend.visible_canvas.values()]
+    assert {mask.device.type for mask in masks} == {"meta"}
+    q, k, v = (rows(7 + 12 + 4 + 18 + 24, heads, 12, 0).to("meta") for heads in (4, 2, 2))
+    assert attend(0, q, k, v).device.type == "meta"
+
+
 INTERPRETED = """
 from dlmrt.testing import interpret_kernels
 interpret_kernels()

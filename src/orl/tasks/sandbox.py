@@ -192,7 +192,7 @@ def _collect(
     return "exit", output, _layers(status)
 
 
-def _layers(status: bytes) -> list[str]:
+def _layers(status: bytearray) -> list[str]:
     """What the child named; it writes its list at once."""
     return [str(layer) for layer in json.loads(status or b"[]")]
 
