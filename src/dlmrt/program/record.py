@@ -23,7 +23,7 @@ from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Va
 from dlmrt.program.signatures import Operand, signature
 
 URGENT = "is_urgent"  # operand of `publish` that is not part of the record
-WEIGHT_TYPES = ("float32", "bfloat16", "int8", "fp8", "nvfp4", "int4")
+WEIGHT_TYPES = ("float32", "bfloat16", "int8", "fp8", "nvfp4", "int4_g32", "int4_g128")
 
 
 class RecordError(ValueError):
