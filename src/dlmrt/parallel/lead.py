@@ -35,8 +35,8 @@ from dlmrt.parallel.ranks import EXECUTOR, Ranks
 from dlmrt.types import Bool, Float32, Int32, Prediction, Sampling
 
 _METHODS = ("reset", "truncate", "extend", "forward", "soft_embedding", "predict", "predicted_residual")
-# What a call raises on every rank or on none: of its arguments, and of statistics that all have. Anything else may be one
-# rank's alone, and a rank that goes on without the others' last collective is out of step.
+# What a call raises on every rank or on none: of its arguments, and of statistics that all have. Anything else may be
+# one rank's alone, and a rank that goes on without the others' last collective is out of step.
 _SHARED_ERRORS = (UsageError, NonFiniteError)
 _KEPT = "as before"  # stands for an argument that the follower has: it was in the last call, or made by it
 
