@@ -161,14 +161,35 @@ class Group:
         return found.reshape(self.size, *x.shape)
 
     def _symmetric_sum(self) -> SymmetricSum | None:
-        """One-shot sums through symmetric memory; None, with a logged reason, where sums have to go through nccl."""
-        from dlmrt.cuda.comm import SymmetricSum
+        """One-shot sums through symmetric memory; None on every rank, with a logged reason, where one has none.
 
+        Ranks that sum in different ways would wait for each other for ever. They agree before the buffers are mapped,
+        which all must do together, and once more behind it.
+        """
+        problem, made = "", None
         try:
-            return SymmetricSum(self.device, self._gathered_sum, timeout_s=self._timeout.total_seconds())
-        except (ImportError, RuntimeError, NotImplementedError) as error:
-            logger.warning("no symmetric memory (%s): sums go through nccl", _first_line(error))
-            return None
+            import torch.distributed._symmetric_memory  # noqa: F401  private: may be gone from another torch
+
+            from dlmrt.cuda.comm import SymmetricSum
+        except (ImportError, AttributeError, RuntimeError) as error:
+            problem = _first_line(error)
+        if self._all_can("import symmetric memory", problem):
+            try:
+                made = SymmetricSum(self.device, self._gathered_sum, timeout_s=self._timeout.total_seconds())
+            except (ImportError, AttributeError, RuntimeError) as error:
+                problem = _first_line(error)
+            if self._all_can("map symmetric memory", problem):
+                return made
+        return None
+
+    def _all_can(self, what: str, problem: str) -> bool:
+        """Whether no rank has a problem; the first one is logged on all of them."""
+        problems = self.pulse.meet(what, problem, JOIN_S)
+        for rank, found in enumerate(problems):
+            if found:
+                logger.warning("rank %d cannot %s (%s): sums go through nccl", rank, what, found)
+                return False
+        return True
 
 
 def _device(ranks: Ranks) -> torch.device:
