@@ -321,7 +321,7 @@ std::unique_ptr<Op> take_given(const Fields& f) {
                block_idx = counter_of(f, "block_idx"), step = counter_of(f, "step"), where = flags_of(f, "where"),
                values = slots_of(f, "values"), length, num_steps, block] {
     if (*block_idx >= num_blocks || *step >= num_steps)
-      throw std::out_of_range("the given draws have no step " + std::to_string(*step) + " of block " +
+      throw std::out_of_range("take_given: the given draws have no step " + std::to_string(*step) + " of block " +
                               std::to_string(*block_idx));
     const int32_t* row = given + *block_idx * block + *step * length;
     for (int64_t i = 0; i < length; i++)
