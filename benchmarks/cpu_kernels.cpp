@@ -221,16 +221,15 @@ struct Bench {
     const int64_t tiles = head_tiles(vocab), stride = round_up(m, 16);
     Buffer<float> x(tiles * stride), s(tiles * stride), w(tiles * stride), f(8 * m);
     Buffer<int32_t> id(tiles * stride), ids(8 * m);
-    const HeadPartials partials{stride,  x.get(), s.get(), w.get(), id.get(), nullptr,
-                                nullptr, nullptr, nullptr, nullptr, nullptr};
+    const HeadPartials partials{stride, x.get(), s.get(), w.get(), id.get(), nullptr, nullptr, nullptr};
     const Weight weight{DType::kInt8, 0, vocab, k, layer.panels.get(), layer.scale.get(), layer.sum.get()};
     const HeadArgs args{weight,  {DType::kInt8, 0, k, layer.cells.get(), layer.scales.get()},
                         m,       0.f,
                         nullptr, nullptr,
                         nullptr, partials,
                         nullptr, 0};
-    const HeadMergeArgs merge{partials,        m,       vocab,   ids.get(), f.get(), f.get() + m,
-                              f.get() + 2 * m, nullptr, nullptr, nullptr,   nullptr, f.get() + 3 * m};
+    const HeadMergeArgs merge{partials,    m,               vocab,   ids.get(), f.get(),
+                              f.get() + m, f.get() + 2 * m, nullptr, nullptr,   f.get() + 3 * m};
     Buffer<uint8_t> scratch(head_scratch_bytes(args));
     std::vector<double> ratios, times;
     for (int i = 0; i < pairs; i++) {
@@ -251,7 +250,7 @@ struct Bench {
     const int64_t d = 1024, f = 3072, heads = 16, kv = 8, hd = 128;
     Layer qkv(DType::kInt8, m, (heads + 2 * kv) * hd, d), o(DType::kInt8, m, d, heads * hd),
         up(DType::kInt8, m, 2 * f, d), down(DType::kInt8, m, d, f);
-    KvCache cache{DType::kBF16, 64, static_cast<int32_t>(kv), static_cast<int32_t>(hd), nullptr, nullptr};
+    KvCache cache{DType::kBF16, 64, static_cast<int32_t>(kv), static_cast<int32_t>(hd), nullptr};
     const int64_t positions = context + m;
     Buffer<uint8_t> pages(ceil_div(positions, 64) * kv_page_bytes(cache)),
         q(kv * operand_bytes(DType::kBF16, m * heads / kv, hd)), cells(operand_bytes(DType::kInt8, m, f));
@@ -279,11 +278,11 @@ struct Bench {
                         0};
     const AttentionArgs attention{q.get(),       cache,          m,         static_cast<int32_t>(heads), 2048,
                                   visible.get(), attended.get(), heads * hd,     nullptr};
-    const RmsNormArgs norm{x.get(), nullptr, weight.get(), 1e-6f,
+    const RmsNormArgs norm{x.get(), weight.get(), 1e-6f,
                            m,       d,       nullptr,      {DType::kInt8, 0, d, cells.get(), scales.get()}};
     const QuantizeArgs quantize{
         attended.get(), heads * hd, m, {DType::kInt8, 0, heads * hd, cells.get(), scales.get()}};
-    const SiluMulArgs silu{gate.get(), gate.get() + f, 2 * f, m, {DType::kInt8, 0, f, cells.get(), scales.get()}};
+    const GateArgs silu{gate.get(), gate.get() + f, 2 * f, m, {DType::kInt8, 0, f, cells.get(), scales.get()}, 0};
     Buffer<uint8_t> scratch(attention_scratch_bytes(attention));
     const std::pair<const char*, std::function<void()>> parts[] = {
         {"qk_norm_rope_store", [&] { table.qk_norm_rope_store(split, {0, m}, {0, cache.num_kv_heads}); }},
@@ -292,7 +291,7 @@ struct Bench {
            table.rms_norm(norm, {0, m});
            table.rms_norm(norm, {0, m});
            table.quantize_rows(quantize, {0, m});
-           table.silu_mul(silu, {0, m});
+           table.gate_rows(silu, {0, m});
          }}};
     for (const auto& [part, run] : parts) {
       std::vector<double> ratios, times;

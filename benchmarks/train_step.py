@@ -171,7 +171,12 @@ def slices_over_packed(responses: Sequence[ReplayResponse], length: int) -> floa
         starts = [state.start for state in response.states]
         copies = max(starts.count(start) for start in starts)
         rows += copies * (len(response.clean_S) + length * len(set(starts)))
-    return rows / sum(response.num_rows for response in responses)
+    return rows / packed_rows(responses, length)
+
+
+def packed_rows(responses: Sequence[ReplayResponse], length: int) -> int:
+    """Rows of all responses with their clean rows once."""
+    return sum(len(response.clean_S) + length * len(response.states) for response in responses)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "conditions": conditions(num_threads=1, device="cpu; not run on a GPU", **settings),
         "num_responses": len(responses),
         "num_states": sum(len(r.states) for r in responses),
-        "packed_rows": sum(r.num_rows for r in responses),
+        "packed_rows": packed_rows(responses, length),
         "slices_over_packed_rows": slices_over_packed(responses, length),
         "rollout_s": {"no capture": none_s, "reservoir": kept_s, "everything": all_s},
         "arms": rows,

@@ -252,13 +252,33 @@ class Denoiser(Protocol):
         """Committed tokens whose keys and values are final."""
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens."""
+        """Keep the first `length` committed tokens.
+
+        Raises:
+            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
+        """
 
     def extend(self, ids_S: Int32) -> None:
-        """Append final ids to the committed context (prefill chunk or commit forward), visible as the config says."""
+        """Append final ids to the committed context (prefill chunk or commit forward), visible as the config says.
+
+        Raises:
+            UsageError: an id is outside the vocabulary, or the context ends inside a block of a block-causal model: its
+                tokens would have to see these.
+        """
 
     def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
-        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i (shift applied)."""
+        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i (shift applied).
+
+        Args:
+            canvas_L: ids of the canvas, slot 0 at position `context_length`.
+            residual_LD: z as `soft_embedding` gives it; None stands for 0.
+            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
+
+        Raises:
+            UsageError: an id is outside the vocabulary; a residual has another shape, or the model no pathway for it;
+                shifted logits behind an empty context, unless the grid of blocks starts at position 0: then a short
+                prompt stands in the first block.
+        """
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
         """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""

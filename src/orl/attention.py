@@ -2,7 +2,7 @@
 
 Row q may see row k iff both are of one problem and one of these holds:
 
-(1) both are clean and k is not after q (block-causal families: not in a later block);
+(1) both are clean and k is not after q (block-causal families whose blocks see themselves whole: not in a later block);
 (2) q is noisy, k is clean and before q's canvas;
 (3) both are of the same canvas of the same copy (families that are causal inside a block: and k is not after q).
 
@@ -10,7 +10,7 @@ So a noisy row never sees its own clean answer, a later block or another copy. P
 that sees nothing has no defined softmax, and its NaN would spread through 0 * NaN.
 
 Two implementations: `staircase`, a dense boolean mask, and `StaircaseAttention`, which enumerates what is visible (the
-clean prefix of each canvas and the canvas itself) and needs neither a mask over all rows nor padding.
+clean prefix of each canvas and the canvas itself) and needs no mask over all rows; padding rows do not occur there.
 
 Legend: B packed sequences, T rows, L canvas slots, N heads, G key/value heads, H head width.
 
@@ -50,13 +50,14 @@ def staircase(
 
     not_after = k(positions) <= q(positions)
     clean_context = not_after
-    if diffusion is not None and diffusion.context_attention == "block_causal":
+    is_causal_inside = diffusion is not None and diffusion.in_block_attention == "causal"
+    if diffusion is not None and diffusion.context_attention == "block_causal" and not is_causal_inside:
         if grid is None and diffusion.block_anchor != "position_zero":
             raise UsageError("training knows block-causal attention on a grid from position 0 only; set block_anchor")
         block = torch.div(positions - (grid or 0), diffusion.canvas_length, rounding_mode="floor")
         clean_context = k(block) <= q(block)
     same_canvas = (q(copy) == k(copy)) & (q(block_start) == k(block_start))
-    if diffusion is not None and diffusion.in_block_attention == "causal":
+    if is_causal_inside:
         same_canvas &= not_after
     is_clean, is_noisy = copy == CLEAN, copy >= 0
     visible = q(is_clean) & k(is_clean) & clean_context
@@ -87,15 +88,17 @@ class StaircaseAttention:
     rows that are visible, so a state's result does not depend on what else is packed.
     """
 
-    def __init__(self, layout: Sequence[Layout], diffusion: DiffusionConfig) -> None:
+    def __init__(self, layout: Sequence[Layout], diffusion: DiffusionConfig, *, device: str = "cpu") -> None:
         self.layout, self.length = layout, diffusion.canvas_length
         self.visible_clean = []
         self.visible_canvas: dict[int, Tensor | None] = {}
         for _, num_clean, grid, canvases in layout:
-            rows = torch.arange(num_clean)
+            rows = torch.arange(num_clean, device=device)
             self.visible_clean.append(context_visible(diffusion, rows, rows, grid=grid))
             for group in canvases:
-                self.visible_canvas[group.start] = canvas_visible(diffusion, group.start, self.length, window=None)
+                self.visible_canvas[group.start] = canvas_visible(
+                    diffusion, group.start, self.length, window=None, device=torch.device(device)
+                )
 
     def __call__(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """See `dlmrt.ops.spec.Attend`."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from orl.evaluate import by_task
+
 LICENSE = "apache-2.0"
 
 
@@ -26,7 +28,7 @@ def model_card(
              "tags: [diffusion-language-model, block-diffusion]", "datasets: [reasoning-gym]", "---"]  # fmt: skip
     lines = [*front, "", f"# {name}", "", summary, "", "```", f"dlmrt generate {name} 'What is 2 + 3?'", "```", ""]
     lines += ["## How it was made", "", training, "", "## Measured", "", conditions_line(reports[0]), ""]
-    lines += settings_table(reports) + ["", "## Limits", ""] + [f"- {limit}" for limit in limits]
+    lines += _markdown_table(reports) + ["", "## Limits", ""] + [f"- {limit}" for limit in limits]
     return "\n".join(lines) + "\n"
 
 
@@ -41,13 +43,11 @@ def conditions_line(report: Mapping[str, Any]) -> str:
     )
 
 
-def settings_table(reports: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Markdown rows: a task a row, a decode setting a column."""
+def _markdown_table(reports: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A task a row, a decode setting a column."""
     results = [row for report in reports for row in report["results"]]
-    tasks = list(results[0]["tasks"])
     lines = ["| task | " + " | ".join(row["setting"] for row in results) + " |", "|---" * (len(results) + 1) + "|"]
-    for task in [*tasks, "all"]:
-        cells = [row["all"] if task == "all" else row["tasks"][task] for row in results]
+    for task, cells in by_task(results).items():
         text = (f"{c['verified_rate']:.3f} @ {c['tpf_total']:.2f}" for c in cells)
         lines.append(f"| {task} | " + " | ".join(text) + " |")
     return lines

@@ -152,7 +152,7 @@ def train(
     """Train by On-Policy Residual Learning: the model learns from its own verified answers to decode in fewer steps.
 
     Prints the folder of the best checkpoint. Ctrl-C saves the run; the same command goes on, also after a kill. Several
-    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl pretrain RECIPE.
+    processes share a run under torchrun: torchrun --nproc-per-node 8 -m orl train RECIPE.
     """
     with guarded(debug):
         from orl.progress import UpdateBar

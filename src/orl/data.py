@@ -57,7 +57,11 @@ class Mixture:
     def problem(self, number: int, seed: int) -> Problem:
         """Problem `number` of the training stream."""
         choice = generator(seed, number, DATA_STREAM).choice(len(self.tasks), p=self.shares)
-        problem = get_task(self.tasks[int(choice)]).problem(number, "train")
+        return self.task_problem(self.tasks[int(choice)], number)
+
+    def task_problem(self, task: str, index: int) -> Problem:
+        """Problem `index` of one task's train split, in the mixture's wordings."""
+        problem = get_task(task).problem(index, "train")
         return reword(problem) if self.has_many_wordings else problem
 
 
@@ -84,19 +88,17 @@ def prepare_tokenizer(data: DataSection, folder: Path, *, source: Path | None = 
     else:
         if data.vocab_size < MIN_VOCAB_SIZE:
             raise RecipeError(f"data.vocab_size is {data.vocab_size}; it must be at least {MIN_VOCAB_SIZE}")
-        indices = range(data.tokenizer_problems)
-        problems = (get_task(task).problem(index, "train") for task in Mixture.of(data).tasks for index in indices)
+        mixture, indices = Mixture.of(data), range(data.tokenizer_problems)
+        problems = (mixture.task_problem(task, index) for task in mixture.tasks for index in indices)
         write_tokenizer(train_tokenizer(problems, vocab_size=data.vocab_size), partial)
     os.rename(partial, folder)
 
 
-def encode_problem(codec: TextCodec, problem: Problem, number: int) -> Example:
+def encode_problem(codec: TextCodec, problem: Problem, number: int, *, stop_id: int) -> Example:
     """Prompt through the chat template, response with the stop token; special text in either stays text."""
     prompt = codec.encode_messages([{"role": "user", "content": problem.prompt}])
     response = codec.tokenizer.encode(problem.response, add_special_tokens=False).ids
-    stop = codec.tokenizer.token_to_id(END_TOKEN)
-    assert stop is not None, "model_config has checked it"
-    return Example(number=number, prompt_ids=tuple(prompt), response_ids=(*response, stop))
+    return Example(number=number, prompt_ids=tuple(prompt), response_ids=(*response, stop_id))
 
 
 class PackedStream:
@@ -107,6 +109,8 @@ class PackedStream:
     ) -> None:
         self.data, self.objective, self.noise, self.codec, self.seed = data, objective, noise, codec, seed
         self.mixture = Mixture.of(data)
+        self.stop_id = codec.tokenizer.token_to_id(END_TOKEN)
+        assert self.stop_id is not None, "model_config has checked it"
         self.pool_idx, self.offset = 0, 0
         self.num_left_out = 0  # problems of finished pools that did not fit
         self._pool: tuple[list[Rows], int] | None = None  # bins of the current pool, problems left out of it
@@ -142,7 +146,9 @@ class PackedStream:
     def _pack(self, pool_idx: int) -> tuple[list[Rows], int]:
         size, length = self.data.pool_problems, self.data.pack_tokens
         numbers = range(pool_idx * size, (pool_idx + 1) * size)
-        examples = [encode_problem(self.codec, self.mixture.problem(n, self.seed), n) for n in numbers]
+        examples = [
+            encode_problem(self.codec, self.mixture.problem(n, self.seed), n, stop_id=self.stop_id) for n in numbers
+        ]
         problems = [problem_rows(e, self.objective, self.noise, self.seed) for e in examples]
         fitting = [rows for rows in problems if len(rows.ids) <= length]
         if not fitting:

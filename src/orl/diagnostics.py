@@ -54,12 +54,16 @@ def rollout_report(judged: Sequence[Judged], *, rho: float) -> dict[str, Any]:
 
 
 def contraction_ratios(block: BlockTrajectory) -> Iterator[float]:
-    """Mean entropy over open slots of a step over that of the step before, where both have open slots of the answer."""
+    """Mean entropy over open slots of a step over that of the step before, where both have open slots of the answer.
+
+    Only of pairs at one temperature: a temperature that falls would contract entropies by itself.
+    """
     is_open_KL = block.is_unresolved_KL & block.is_answer_L
     means = [float(h[u].mean()) if u.any() else 0.0 for h, u in zip(block.entropy_KL, is_open_KL, strict=True)]
-    for before, after, is_open_L in zip(means, means[1:], is_open_KL[1:], strict=False):
-        if before > 0 and is_open_L.any():
-            yield after / before
+    for step in range(1, len(means)):
+        is_comparable = block.temperature_K[step] == block.temperature_K[step - 1]
+        if is_comparable and means[step - 1] > 0 and is_open_KL[step].any():
+            yield means[step] / means[step - 1]
 
 
 def acceptance_precision(blocks: Sequence[BlockTrajectory]) -> float | None:

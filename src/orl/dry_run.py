@@ -1,7 +1,8 @@
 """What a run of `orl train` would need, without its weights: parameters, bytes per process, rows and cost of an update.
 
 Tensors live on the meta device: names, shapes, what trains and what optimizers would hold are those of the run itself.
-Bytes of activations are an estimate from the largest micro-batch; the rest is counted.
+Responses are dealt and packed as the run does it. Bytes of activations are an estimate from the largest micro-batch, in
+the compute type that `run.dtype` means on this machine; the rest is counted.
 
 Left out on purpose: buffers of collectives, fragmentation, and the engines that roll out.
 
@@ -11,7 +12,7 @@ Source: ours.
 from __future__ import annotations
 
 import math
-import re
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,10 @@ import torch
 
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
-from orl.cost import CostModel, active_weights
+from orl.cost import CostModel, active_weights, deal
 from orl.lora import lora_shapes
+from orl.precision import is_bfloat16
+from orl.shard import layer_of
 from orl.train_recipe import TrainRecipe
 from orl.tune import trains, with_new_adapter
 
@@ -45,8 +48,9 @@ def dry_run(
         tensors = {name: torch.empty(shape) for name, shape in {**shapes, **factors}.items()}
     sizes = {name: tensor.numel() for name, tensor in tensors.items()}
     num_trained = sum(size for name, size in sizes.items() if trained(name))
-    update = _update(config, recipe, prompt_tokens, answer_tokens)
-    gathered = 2 * max(_by_layer(sizes).values()) + sum(n for name, n in sizes.items() if ".layers." not in name)
+    update = _update(config, recipe, prompt_tokens, answer_tokens, num_ranks)
+    layers = _by_layer(sizes)
+    gathered = 2 * max(layers.values()) + sum(sizes.values()) - layers.total()
     memory = {
         "parameters": _FLOAT * sum(sizes.values()) // num_ranks,
         "start_model": _FLOAT * sum(sizes[name] for name in shapes) // num_ranks,
@@ -59,6 +63,7 @@ def dry_run(
     return {
         "architecture": config.architecture,
         "num_ranks": num_ranks,
+        "compute_dtype": "bfloat16" if is_bfloat16(recipe.run.dtype, _device()) else "float32",
         "num_parameters": sum(sizes.values()),
         "num_trained": num_trained,
         "num_active": active_weights(config),
@@ -68,7 +73,9 @@ def dry_run(
     }
 
 
-def _update(config: ModelConfig, recipe: TrainRecipe, prompt_tokens: int, answer_tokens: int) -> dict[str, Any]:
+def _update(
+    config: ModelConfig, recipe: TrainRecipe, prompt_tokens: int, answer_tokens: int, num_ranks: int
+) -> dict[str, Any]:
     """Rows and operations of an update whose every prompt keeps as many answers as it may."""
     assert config.diffusion is not None
     length = config.diffusion.canvas_length
@@ -78,22 +85,30 @@ def _update(config: ModelConfig, recipe: TrainRecipe, prompt_tokens: int, answer
     starts = [prompt_tokens + length * block for block in range(num_blocks) for _ in range(1 + recipe.states.per_block)]
     num_clean = starts[-1]
     rows = num_clean + length * len(starts)
-    budget = max(recipe.optim.rows_per_micro, num_clean + length)
+    cost = CostModel.of(config).response(num_clean, starts)
+    dealt = deal(
+        [cost] * num_responses, [num_clean] * num_responses, [len(starts)] * num_responses,
+        canvas_length=length, budget=recipe.optim.rows_per_micro, num_ranks=num_ranks,
+    )  # fmt: skip
+    loss_rows, micro_rows = [], []  # of each micro-batch
+    for shares in (shares for bins in dealt for shares in bins):
+        loss_rows.append(length * sum(len(share.states) for share in shares))
+        micro_rows.append(loss_rows[-1] + num_clean * len(shares))
     return {
         "prompt_tokens": prompt_tokens,
         "answer_tokens": answer_tokens,
         "num_responses": num_responses,
         "num_states": num_responses * len(starts),
         "num_rows": num_responses * rows,
-        "rows_per_micro": min(budget, num_responses * rows),
-        "loss_rows_per_micro": min(budget - num_clean, length * len(starts)),
-        "training_flops": 3 * num_responses * CostModel.of(config).response(num_clean, starts),
+        "rows_per_micro": max(micro_rows),
+        "loss_rows_per_micro": max(loss_rows),
+        "training_flops": 3 * num_responses * cost,
     }
 
 
 def _activations(config: ModelConfig, recipe: TrainRecipe, num_rows: int) -> int:
     """Bytes that backward reads, in the compute type; with recomputed layers the inputs of all and one layer whole."""
-    width = 4 if recipe.run.dtype == "float32" else 2
+    width = 2 if is_bfloat16(recipe.run.dtype, _device()) else 4
     moe = config.moe
     inner = config.intermediate_size
     if moe is not None:
@@ -104,9 +119,14 @@ def _activations(config: ModelConfig, recipe: TrainRecipe, num_rows: int) -> int
     return config.num_layers * one_layer
 
 
-def _by_layer(sizes: Mapping[str, int]) -> dict[str, int]:
-    found: dict[str, int] = {}
+def _device() -> str:
+    """Where a run on this machine would compute (see `orl.ranks.joined`)."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _by_layer(sizes: Mapping[str, int]) -> Counter[int]:
+    found: Counter[int] = Counter()
     for name, size in sizes.items():
-        if match := re.search(r"\.layers\.(\d+)\.", name):
-            found[match[1]] = found.get(match[1], 0) + size
+        if (number := layer_of(name)) is not None:
+            found[number] += size
     return found

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -167,7 +166,7 @@ def evaluate(
         "conditions": {
             "executor": _only(o.executor for o in everything),
             "dtype": _only(o.dtype for o in everything),
-            "num_threads": _num_threads(),
+            "num_threads": engine.num_threads,
             "seed": seed,
             "num_problems": len(problems),
             "split": sorted({problem.split for problem in problems}),
@@ -206,12 +205,6 @@ def _judge(problem: Problem, result: GenerateResult) -> Outcome:
     )
 
 
-def _num_threads() -> int | None:
-    """Threads of torch, where an executor has loaded it."""
-    torch = sys.modules.get("torch")
-    return None if torch is None else int(torch.get_num_threads())
-
-
 def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Counts, verified rate with its 95 % interval, and TPF as ratio of sums and as a distribution over requests.
 
@@ -241,6 +234,12 @@ def summarise(outcomes: Sequence[Outcome]) -> dict[str, Any]:
         "total_s": _distribution(seconds),
         "by_length": _by_length(tokens, forwards, seconds),
     }
+
+
+def by_task(results: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """What tables show: the summaries of every task, and of all of them together, one a row of a report's results."""
+    rows = {task: [row["tasks"][task] for row in results] for task in results[0]["tasks"]}
+    return rows | {"all": [row["all"] for row in results]}
 
 
 def _by_length(

@@ -154,9 +154,18 @@ def matched_tpf(points: Sequence[tuple[float, float]], accuracy: float) -> float
 
 
 def floor_of(curves: Curves, tolerance: float) -> Float:
-    """a* of a baseline in each resample; NaN where it verifies nothing, which no one can match."""
-    best = curves.accuracy_RK.max(axis=1)
-    return np.where(best > 0, best - tolerance, np.nan)
+    """a* of a baseline in each resample (see `accuracy_floor`)."""
+    return np.array([accuracy_floor(best, tolerance) for best in curves.accuracy_RK.max(axis=1).tolist()])
+
+
+def accuracy_floor(best: float, tolerance: float) -> float:
+    """a* of a baseline whose best accuracy is `best`: never 0, which every curve reaches, however wrong.
+
+    NaN, which no one can match, where the baseline verifies nothing.
+    """
+    if not best > 0:
+        return math.nan
+    return best - tolerance if best > tolerance else best
 
 
 def pareto(accuracy_K: Float, tpf_K: Float) -> list[int]:

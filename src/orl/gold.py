@@ -1,8 +1,10 @@
 """States without rollouts: gold answers with random corruption, as in continued supervised fine-tuning.
 
 The counterpart of `orl.rollout` for the arm that trains on gold answers with as many rows, and for prompts on which no
-answer was verified. Nothing was decoded, so there is no step before and no recorded entropy: cross-entropy falls on
-every open slot. The residual comes from a first pass of the current model (`self_condition`), for half of the answers.
+answer was verified. Blocks lie where the decoder puts them, the prompt's last partial block pinned in front of the
+answer where its grid begins at position 0. Nothing was decoded, so there is no step before and no recorded entropy:
+cross-entropy falls on every open slot. The residual comes from a first pass of the current model (`self_condition`),
+for half of the answers.
 
 Source: two-pass self-conditioning as in Chen et al., arXiv 2208.04202; ours otherwise.
 """
@@ -32,39 +34,45 @@ _LEAST_LEVEL = 0.02  # of noise
 
 
 def gold_response(
-    example: Example, noise: Noise, *, seed: int, response_idx: int, states_per_block: int, policy_version: int
+    example: Example, noise: Noise, *, seed: int, response_idx: int, states_per_block: int
 ) -> ReplayResponse:
     """`states_per_block` corrupted copies of every block of the answer, at noise levels drawn uniformly.
 
     Args:
         response_idx: copies of one answer draw different noise.
     """
-    length, start = noise.canvas_length, len(example.prompt_ids)
-    num_blocks = -(-len(example.response_ids) // length)
-    targets = np.full(num_blocks * length, noise.pad_token_id, dtype=np.int32)
-    targets[: len(example.response_ids)] = example.response_ids
-    prompt = np.array(example.prompt_ids, dtype=np.int32)
+    length, prompt = noise.canvas_length, np.array(example.prompt_ids, dtype=np.int32)
+    num_pinned = len(prompt) % length if noise.is_grid_at_zero else 0
+    start = len(prompt) - num_pinned
+    written = np.concatenate([prompt[start:], np.array(example.response_ids, dtype=np.int32)])
+    targets = np.full(-(-len(written) // length) * length, noise.pad_token_id, dtype=np.int32)
+    targets[: len(written)] = written
     rng = generator(seed, example.number, NOISE_STREAM, response_idx)
     return ReplayResponse(
         number=example.number,
-        policy_version=policy_version,
-        clean_S=np.concatenate([prompt, targets[:-length]]),
+        clean_S=np.concatenate([prompt[:start], targets[:-length]]),
         grid=start % length,
         states=tuple(
             _corrupted(
-                targets[at : at + length], noise, rng, start=start + at, num_answer=len(example.response_ids) - at
+                targets[at : at + length], noise, rng, start=start + at, num_pinned=max(0, num_pinned - at),
+                num_written=len(written) - at,
             )
             for at in range(0, len(targets), length)
             for _ in range(states_per_block)
         ),
-    )
+    )  # fmt: skip
 
 
-def _corrupted(targets_L: Int32, noise: Noise, rng: np.random.Generator, *, start: int, num_answer: int) -> ReplayState:
+def _corrupted(
+    targets_L: Int32, noise: Noise, rng: np.random.Generator, *, start: int, num_pinned: int, num_written: int
+) -> ReplayState:
+    """One canvas: `num_pinned` slots of the prompt, noise over the rest, padding right of `num_written` slots."""
     length = len(targets_L)
-    is_noise_L = rng.random(length) < rng.uniform(_LEAST_LEVEL, 1.0)
+    slots = np.arange(length)
+    is_free_L = slots >= num_pinned
+    is_noise_L = is_free_L & (rng.random(length) < rng.uniform(_LEAST_LEVEL, 1.0))
     fill = noise.mask_token_id if noise.mask_token_id is not None else rng.choice(noise.random_ids, size=length)
-    is_open_L = is_noise_L & (np.arange(length) < num_answer)
+    is_open_L = is_noise_L & (slots < num_written)
     return ReplayState(
         start=start,
         canvas_L=np.where(is_noise_L, fill, targets_L).astype(np.int32),
@@ -73,7 +81,7 @@ def _corrupted(targets_L: Int32, noise: Noise, rng: np.random.Generator, *, star
         targets_L=targets_L,
         is_open_L=is_open_L,
         is_gated_L=is_open_L,
-        is_anchored_L=~is_open_L,
+        is_anchored_L=is_free_L & ~is_open_L,
         own_entropy_L=None,
         source_entropy_L=None,
         source_entropy=None,

@@ -13,7 +13,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,15 +21,17 @@ from orl.cost import CostModel, deal
 from orl.losses import StateLosses, log_probs, state_losses
 from orl.packing import Share
 from orl.precision import autocast
-from orl.ranks import Ranks
+from orl.ranks import TrainRanks
 from orl.replay import ReplayBatch, ReplayResponse, packed_logits, residual_ratio, state_weights
 from orl.shard import run_with
-from orl.train_recipe import TrainRecipe
+from orl.train_recipe import LossSection, TrainRecipe
+
+_MOST_RATIO_STATES = 64  # of an update that the size of the residual's share is read from
 
 
 def accumulate_gradients(
     params: Mapping[str, Tensor], reference: Mapping[str, Tensor], config: ModelConfig,
-    responses: Sequence[ReplayResponse], recipe: TrainRecipe, *, banned: Tensor, ranks: Ranks | None = None,
+    responses: Sequence[ReplayResponse], recipe: TrainRecipe, *, banned: Tensor, ranks: TrainRanks | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Add the gradients of all states of `responses` to `params`; figures for the line of metrics.
 
@@ -39,11 +40,11 @@ def accumulate_gradients(
         responses: of the whole update, on every process.
         banned: bool [V], ids that may not be predicted.
     """
-    ranks = ranks or Ranks()
+    ranks = ranks or TrainRanks()
     weights = state_weights(responses, recipe.states.norm)
     log_num_ids = math.log(int((~banned).sum()))
     sums = dict.fromkeys(("loss", "ce", "aec", "kl"), 0.0)
-    gaps, num_rows = [], 0
+    gap, num_known, num_rows = 0.0, 0, 0
     bins = _micro_batches(responses, config, recipe.optim.rows_per_micro, ranks)
     for shares in bins:
         is_own = bool(shares)
@@ -63,26 +64,34 @@ def accumulate_gradients(
             sums["loss"] += float(losses.loss.detach())
             for name, value in losses.sums(batch.weight_S).items():
                 sums[name] += value
-            gaps.append(losses.recorded_gap(batch, log_num_ids))
-            num_rows += batch.num_rows
-    parts = ranks.gathered((sums, gaps, num_rows))
-    sums = {name: sum(part[name] for part, _, _ in parts) for name in sums}
-    known = [gap for _, part, _ in parts for gap in part if not math.isnan(gap)]
+            more, count = losses.recorded_gap(batch, log_num_ids)
+            gap, num_known, num_rows = gap + more, num_known + count, num_rows + batch.num_rows
+    parts = ranks.gathered((sums, gap, num_known, num_rows))
+    sums = {name: sum(part[0][name] for part in parts) for name in sums}
+    gap, num_known = sum(part[1] for part in parts), sum(part[2] for part in parts)
     states = [state for r in responses for state in r.states]
+    some = [state for state in states if state.residual_LD is not None]
+    some = some[:: -(-len(some) // _MOST_RATIO_STATES) or 1]
     return {
         **sums,
-        # Size of the contraction's gradient on an entropy in nats, against 1 for cross-entropy.
-        "aec_strength": 2 * recipe.loss.aec_weight * math.sqrt(max(0.0, sums["aec"])) / log_num_ids,
-        "recorded_entropy_gap": float(np.mean(known)) if known else None,
-        "residual_ratio": run_with(params, lambda p: residual_ratio(p, states, config)),
+        "aec_strength": _aec_strength(recipe.loss, sums["aec"], log_num_ids),
+        "recorded_entropy_gap": gap / num_known if num_known else None,
+        "residual_ratio": run_with(params, lambda p: residual_ratio(p, some, config)),
         "num_states": len(states),
-        "num_rows": sum(rows for _, _, rows in parts),
+        "num_rows": sum(part[3] for part in parts),
         "num_micro": len(bins),
     }
 
 
+def _aec_strength(section: LossSection, aec: float, log_num_ids: float) -> float | None:
+    """Size of Eq. 2's gradient on an entropy in nats, against 1 for cross-entropy; None for other contractions."""
+    if section.aec != "hinge_mean":
+        return None
+    return 2 * section.aec_weight * math.sqrt(max(0.0, aec)) / log_num_ids
+
+
 def _micro_batches(
-    responses: Sequence[ReplayResponse], config: ModelConfig, budget: int, ranks: Ranks
+    responses: Sequence[ReplayResponse], config: ModelConfig, budget: int, ranks: TrainRanks
 ) -> list[list[Share]]:
     """This process's micro-batches."""
     assert config.diffusion is not None
@@ -112,12 +121,3 @@ def _micro_batch(
             with torch.no_grad():
                 reference_RV = run_with(reference, lambda p: log_probs(logits_of(p), banned))
         return run_with(params, losses_of)
-
-
-def why_unusable(loss: float, norms: Mapping[str, float]) -> str | None:
-    """Why an update's gradient cannot be used, None if it can."""
-    if not math.isfinite(loss):
-        return "the loss is not finite"
-    if not all(map(math.isfinite, norms.values())):
-        return "the gradient is not finite"
-    return None

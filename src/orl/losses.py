@@ -4,10 +4,14 @@ Per state s of a kept answer, H the entropy of a slot divided by the log of the 
 
     cross-entropy   mean over gated slots of -log p(final token)
     contraction     Eq. 2: max(0, mean H(s) over open slots - (1 - rho) mean H(the step before))^2, no gradient into the
-                    latter, which is the recorded one
+                    latter, which is the recorded one; both at the temperature of the step before
     anchor          mean over anchored slots of min(KL(p || p_start), cap); above the cap the gradient is zero
 
     loss = sum_s weight_s (cross-entropy + aec_weight * contraction + kl_weight * anchor)
+
+A decoder records the entropies of its tempered distributions, and some of its temperatures fall from step to step:
+entropies of two temperatures would contract, or fail to, by themselves. What is compared with a recorded entropy is
+therefore taken at the temperature of that record; cross-entropy, anchor and what has no step before, at 1.
 
 A mean over no slots is 0 with zero gradient. Weights come from outside (`orl.replay.state_weights`).
 
@@ -60,8 +64,7 @@ class StateLosses:
     cross_entropy_S: Tensor
     contraction_S: Tensor
     anchor_S: Tensor
-    entropy_S: Tensor  # mean normalised entropy over open slots, detached
-    entropy_R: Tensor  # normalised entropy of every slot, detached
+    own_entropy_R: Tensor  # normalised entropy of every slot at the temperature it was decoded at, detached
     loss: Tensor  # weighted sum of the terms
 
     def sums(self, weight_S: Tensor) -> dict[str, float]:
@@ -69,10 +72,14 @@ class StateLosses:
         terms = {"ce": self.cross_entropy_S, "aec": self.contraction_S, "kl": self.anchor_S}
         return {name: float((weight_S * term_S).sum()) for name, term_S in terms.items()}
 
-    def recorded_gap(self, batch: ReplayBatch, log_num_ids: float) -> float:
-        """Mean |entropy - recorded entropy| over open slots, normalised: 0 up to rounding while rollouts are fresh."""
-        gap_R = (self.entropy_R - batch.own_entropy_R / log_num_ids).abs()[batch.is_open_R]
-        return float(gap_R.nanmean()) if len(gap_R) else math.nan
+    def recorded_gap(self, batch: ReplayBatch, log_num_ids: float) -> tuple[float, int]:
+        """Sum of |entropy - recorded entropy|, normalised, over open slots with a record, and their number.
+
+        It is 0 up to rounding while rollouts are fresh.
+        """
+        is_known_R = batch.is_open_R & ~torch.isnan(batch.own_entropy_R)
+        gap_R = (self.own_entropy_R - batch.own_entropy_R / log_num_ids).abs()[is_known_R]
+        return float(gap_R.sum(dtype=torch.float64)), len(gap_R)
 
 
 def log_probs(logits_RV: Tensor, banned: Tensor) -> Tensor:
@@ -101,6 +108,12 @@ def state_losses(
     logp_RV = log_probs(logits_RV, banned)
     entropy_R = normalised_entropy(logp_RV, num_ids)
 
+    def entropy_at(temperature_S: Tensor) -> Tensor:
+        if bool((temperature_S == 1).all()):
+            return entropy_R
+        tempered_RV = logits_RV / temperature_S[batch.state_R].unsqueeze(-1)
+        return normalised_entropy(log_probs(tempered_RV, banned), num_ids)
+
     def mean_by_state(values_R: Tensor, chosen_R: Tensor) -> Tensor:
         zeros_S = values_R.new_zeros(len(batch.states))
         counts_S = zeros_S.index_add(0, batch.state_R, chosen_R.to(values_R.dtype))
@@ -109,18 +122,20 @@ def state_losses(
 
     ce_R = -logp_RV.gather(-1, batch.targets_R.unsqueeze(-1)).squeeze(-1)
     cross_entropy_S = mean_by_state(ce_R, batch.is_gated_R)
-    is_right_R = logits_RV.detach().argmax(-1) == batch.targets_R
-    contraction_S = _contraction(entropy_R, is_right_R, batch, section, math.log(num_ids), mean_by_state)
+    is_right_R = logp_RV.detach().argmax(-1) == batch.targets_R
+    has_source = section.aec not in ("cap", "minent")
+    compared_R = entropy_at(batch.source_temperature_S) if has_source else entropy_R
+    contraction_S = _contraction(compared_R, is_right_R, batch, section, math.log(num_ids), mean_by_state)
     anchor_S = torch.zeros_like(cross_entropy_S)
     if reference_RV is not None:
         kl_R = (logp_RV.exp() * (logp_RV - reference_RV)).sum(-1)
         anchor_S = mean_by_state(kl_R.clamp(max=section.kl_cap), batch.is_anchored_R)
     total_S = cross_entropy_S + section.aec_weight * contraction_S + section.kl_weight * anchor_S
-    entropy_R = entropy_R.detach()
+    with torch.no_grad():
+        own_entropy_R = entropy_at(batch.own_temperature_S).detach()
     return StateLosses(
         cross_entropy_S=cross_entropy_S.detach(), contraction_S=contraction_S.detach(), anchor_S=anchor_S.detach(),
-        entropy_S=mean_by_state(entropy_R, batch.is_open_R), entropy_R=entropy_R,
-        loss=(batch.weight_S * total_S).sum(),
+        own_entropy_R=own_entropy_R, loss=(batch.weight_S * total_S).sum(),
     )  # fmt: skip
 
 
@@ -132,7 +147,11 @@ def aec_hinge(entropy: Tensor, source: Tensor, rho: float) -> Tensor:
 def _contraction(
     entropy_R: Tensor, is_right_R: Tensor, batch: ReplayBatch, section: LossSection, log_num_ids: float, mean: StateMean
 ) -> Tensor:
-    """Adjacent entropy contraction of each state, 0 where there is no step before or no open slot."""
+    """Adjacent entropy contraction of each state, 0 where there is no step before or no open slot.
+
+    Args:
+        entropy_R: at the temperature of the step before, for the kinds that look at it.
+    """
     kind, rho = section.aec, section.aec_rho
     if kind == "minent":
         return mean(entropy_R, batch.is_open_R)

@@ -16,7 +16,7 @@ from torch import Tensor
 from dlmrt.models import qwen3
 from orl.precision import multiplies_bfloat16
 from orl.recipe import OptimSection
-from orl.shard import sharded_as, whole
+from orl.shard import sharded_as, shared_out, whole
 from orl.train_recipe import UpdateSection
 
 
@@ -26,6 +26,15 @@ def learning_rate_ratio(step: int, num_steps: int, warmup_steps: int, end_ratio:
         return (step + 1) / warmup_steps
     progress = (step - warmup_steps) / max(1, num_steps - warmup_steps)
     return end_ratio + (1 - end_ratio) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def why_unusable(loss: float, norms: Mapping[str, float]) -> str | None:
+    """Why gradients of these norms cannot be used for a step, None if they can."""
+    if not math.isfinite(loss):
+        return "the loss is not finite"
+    if not all(map(math.isfinite, norms.values())):
+        return "the gradient is not finite"
+    return None
 
 
 class NamedOptimizers:
@@ -98,16 +107,19 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """One update of every matrix that has a gradient."""
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(p.grad)
-                state["momentum_buffer"].lerp_(p.grad, 1 - self.MOMENTUM)
-                update = self._orthogonal(p.grad.lerp(state["momentum_buffer"], self.MOMENTUM))
+            params = [p for p in group["params"] if p.grad is not None]
+            params.sort(key=lambda p: sorted(p.shape))  # each process takes one of several that cost the same
+            updates = shared_out(self._orthogonal, [self._momentum(p) for p in params])
+            for p, update in zip(params, updates, strict=True):
                 p.mul_(1 - group["lr"] * group["weight_decay"])
                 p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+    def _momentum(self, p: Tensor) -> Tensor:
+        state = self.state[p]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        state["momentum_buffer"].lerp_(p.grad, 1 - self.MOMENTUM)
+        return p.grad.lerp(state["momentum_buffer"], self.MOMENTUM)
 
     def _orthogonal(self, matrix: Tensor) -> Tensor:
         """Newton-Schulz iteration of fifth order towards the orthogonal factor; singular values end near 1."""

@@ -21,14 +21,12 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import numpy.typing as npt
 
+from dlmrt.types import Bool, Float32, Int32
 from orl.errors import DataError
 from orl.recipe import ObjectiveSection
 
-Int32 = npt.NDArray[np.int32]
-Float32 = npt.NDArray[np.float32]
-Bool = npt.NDArray[np.bool_]
-
-# Streams of `generator`. The task of a problem and the order of a pool share one: they are never used together.
+# Streams of `generator`. The task of problem n and the order of pool n draw from one: the same numbers, but what they
+# decide does not meet.
 DATA_STREAM, NOISE_STREAM, COIN_STREAM, ROLLOUT_STREAM, STATES_STREAM = 0, 1, 2, 3, 4
 
 CLEAN = -1  # value of `copy` on clean rows
@@ -69,6 +67,7 @@ class Noise:
     pad_token_id: int  # fills the last canvas right of the stop token
     logit_shift: int = 0  # 1: the row before a slot predicts it, the last clean row before a canvas its first slot
     random_ids: Int32  # ids that uniform noise draws from
+    is_grid_at_zero: bool = False  # blocks start at multiples of the canvas length, not where the prompt ends
 
 
 def generator(seed: int, number: int, stream: int, index: int = 0) -> np.random.Generator:

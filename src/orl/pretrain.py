@@ -17,9 +17,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -33,10 +35,10 @@ from orl.data import PackedStream
 from orl.errors import DivergedError
 from orl.interrupt import uninterrupted
 from orl.objective import Batch, batch_loss
-from orl.optimizers import Optimizers, learning_rate_ratio
+from orl.optimizers import Optimizers, learning_rate_ratio, why_unusable
 from orl.packing import COIN_STREAM, Rows, generator
 from orl.precision import autocast
-from orl.ranks import Ranks, joined
+from orl.ranks import TrainRanks, joined
 from orl.recipe import PretrainRecipe
 from orl.run_folder import RunFolder
 from orl.shard import ShardedParams, run_with, whole
@@ -76,13 +78,8 @@ def pretrain(
     """
     if recipe.run.num_threads:
         torch.set_num_threads(recipe.run.num_threads)
-    with joined() as ranks:
-        run = Run(recipe, run_dir, ranks)
-        try:
-            return _pretrain(run, evaluate, on_progress if ranks.is_main else None, stop_after_s)
-        finally:
-            if run.folder:
-                run.folder.close()
+    with joined() as ranks, Run(recipe, run_dir, ranks) as run:
+        return _pretrain(run, evaluate, on_progress if ranks.is_main else None, stop_after_s)
 
 
 def _pretrain(
@@ -92,6 +89,8 @@ def _pretrain(
     num_steps, started = recipe.optim.steps, time.monotonic()
     first_step, last_save, spent_s = run.step, started, 0.0
     try:
+        if run.evaluate_if_due(evaluate):  # the one that the call before was interrupted in
+            run.save()
         while run.step < num_steps:
             with uninterrupted():
                 entry = run.train_step()
@@ -101,10 +100,8 @@ def _pretrain(
                 left_s = (num_steps - run.step) * spent_s / (run.step - first_step)
                 on_progress(Progress(step=run.step, num_steps=num_steps, loss=entry["loss"],
                                      rows_per_s=entry["rows_per_s"], seconds_left=left_s))  # fmt: skip
+            run.evaluate_if_due(evaluate)
             is_last = run.step == num_steps
-            if evaluate and (run.step % recipe.run.eval_every_steps == 0 or is_last):
-                folder = run.export()
-                run.log({"step": run.step, "eval": evaluate(folder) if ranks.is_main else None})
             now = time.monotonic()
             is_late = stop_after_s is not None and now - started > stop_after_s
             # The clocks of several processes differ, and saving takes all of them.
@@ -124,12 +121,19 @@ def _pretrain(
 class Run:
     """Everything that a step changes: parameters, optimizers, stream, counters; and how it is saved."""
 
-    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
         self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks = ranks or Ranks()
+        self.ranks = ranks or TrainRanks()
+        with ExitStack() as opened:  # closes what is open where a later part fails
+            self._set_up(self.ranks, opened)
+            self._opened = opened.pop_all()
+
+    def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
+        recipe, run_dir = self.recipe, self.path
         self.folder: RunFolder | None = None
         if ranks.is_main:
             self.folder = RunFolder(run_dir)
+            opened.callback(self.folder.close)
             self.folder.check_recipe(recipe)
             self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
         ranks.wait()
@@ -137,7 +141,7 @@ class Run:
             self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
         self.config = model_config(recipe, self.codec)
         params = init_params(self.config, recipe.run.seed)
-        self.step, self.num_rows = 0, 0
+        self.step = self.evaluated_step = self.num_rows = 0
         self.num_skipped, self.num_skipped_in_a_row = 0, 0
         saved = ranks.from_main(self.folder.load_state() if self.folder else None)
         if self.folder:
@@ -155,6 +159,14 @@ class Run:
         if saved is not None:
             self._restore(*saved)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
     def train_step(self) -> dict[str, Any]:
         """Take one step and return its line of metrics.
 
@@ -163,12 +175,13 @@ class Run:
         """
         section, began = self.recipe.optim, time.monotonic()
         bins = self.stream.take(section.bins_per_step)
-        entry = accumulate_gradients(
+        entry = step_gradients(
             self.params, self.config, self.recipe, bins, self.step, self.ranks, banned=self.banned
         )  # fmt: skip
         norm = float(whole(torch.nn.utils.clip_grad_norm_(self.params.parameters().values(), section.grad_clip)))
         ratio = learning_rate_ratio(self.step, section.steps, section.warmup_steps, section.lr_end_ratio)
-        reason = _unusable(entry, norm)
+        has_targets = bool(entry["denominator"])
+        reason = why_unusable(entry["loss"], {"grad": norm}) if has_targets else "no row has a target"
         if reason is None:
             self.optimizers.step(ratio)
             self.num_skipped_in_a_row = 0
@@ -198,6 +211,19 @@ class Run:
             "rows_per_s": round(num_rows / max(1e-9, time.monotonic() - began), 1),
         }
 
+    def evaluate_if_due(self, evaluate: Evaluate | None) -> bool:
+        """Evaluate every few steps and after the last, each time once; whether it did."""
+        section = self.recipe
+        is_due = self.step % section.run.eval_every_steps == 0 or self.step == section.optim.steps
+        if evaluate is None or not is_due or self.evaluated_step == self.step:
+            return False
+        folder = self.export()
+        found = evaluate(folder) if self.ranks.is_main else None
+        with uninterrupted():
+            self.log({"step": self.step, "eval": found})
+            self.evaluated_step = self.step
+        return True
+
     def log(self, entry: Mapping[str, Any]) -> None:
         """Add a line of metrics."""
         if self.folder:
@@ -206,7 +232,7 @@ class Run:
     def save(self) -> None:
         """Write the state of this step; Ctrl-C waits for it. It passes through the memory of every process."""
         tensors = {f"param.{name}": tensor for name, tensor in self._whole().items()} | self.optimizers.tensors()
-        counters = {name: getattr(self, name) for name in ("num_rows", "num_skipped", "num_skipped_in_a_row")}
+        counters = {name: getattr(self, name) for name in _COUNTERS}
         if self.folder:
             with uninterrupted():
                 self.folder.save_state(self.step, tensors, {"stream": self.stream.state(), **counters})
@@ -228,17 +254,21 @@ class Run:
         # Absent from states of early versions.
         self.num_skipped = int(extra.get("num_skipped", 0))
         self.num_skipped_in_a_row = int(extra.get("num_skipped_in_a_row", 0))
+        self.evaluated_step = int(extra.get("evaluated_step", self.step))
 
 
-def accumulate_gradients(
+_COUNTERS = ("num_rows", "num_skipped", "num_skipped_in_a_row", "evaluated_step")
+
+
+def step_gradients(
     params: Mapping[str, Tensor], config: ModelConfig, recipe: PretrainRecipe, bins: Sequence[Rows], step: int,
-    ranks: Ranks | None = None, *, banned: Tensor | None = None,
+    ranks: TrainRanks | None = None, *, banned: Tensor | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Add up the gradients of one step's micro-batches; the denominator is the whole step's.
 
     Several processes take the micro-batches in turns, those with a first pass apart from the others.
     """
-    section, objective, ranks = recipe.optim, recipe.objective, ranks or Ranks()
+    section, objective, ranks = recipe.optim, recipe.objective, ranks or TrainRanks()
     denominator = float(sum(rows.weights.sum(dtype=np.float64) for rows in bins))
     coins = generator(recipe.run.seed, step, COIN_STREAM).random(len(bins))
     use_z = qwen3.has_residual(config)
@@ -277,14 +307,3 @@ def accumulate_gradients(
         if known:
             means[key] = float(np.mean(known))
     return {"loss": sum(part for part, _ in parts), "denominator": denominator, **means}
-
-
-def _unusable(entry: Mapping[str, Any], norm: float) -> str | None:
-    """Why a step's gradient cannot be used, None if it can."""
-    if not entry["denominator"]:
-        return "no row has a target"
-    if not math.isfinite(entry["loss"]):
-        return "the loss is not finite"
-    if not math.isfinite(norm):
-        return "the gradient is not finite"
-    return None

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
+from orl.evaluate import by_task
+
 if TYPE_CHECKING:
     from orl.pretrain import Progress as TrainingProgress
     from orl.train import UpdateProgress
@@ -74,8 +76,7 @@ class UpdateBar(CountBar):
 def settings_table(report: dict[str, Any]) -> str:
     """Verified rate @ TPF (ratio of sums) of every task under every setting, as plain text."""
     results = report["results"]
-    rows = {task: [r["tasks"][task] for r in results] for task in results[0]["tasks"]}
-    rows["all"] = [r["all"] for r in results]
+    rows = by_task(results)
     width = max(map(len, rows)) + 2
     names = [r["setting"] if len(r["setting"]) <= 26 else r["setting"][:25] + "~" for r in results]
     lines = ["verified rate @ tpf_total", " " * width + "".join(f"{name:>28}" for name in names)]

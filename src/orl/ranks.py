@@ -7,12 +7,11 @@ Rank 0 alone reads and writes the run's folder, decides when to save or stop, an
 
 Left out on purpose: going on with fewer processes; the run is started again from its last state.
 
-Source: ours, on torch.distributed.
+Source: ours, on torch.distributed; `dlmrt.parallel.ranks` says which process this is.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from dlmrt.parallel.ranks import Ranks
+
 T = TypeVar("T")
 
 # Rank 0 may evaluate for a long time while the others wait in a collective; torchrun notices deaths, not this.
@@ -29,8 +30,8 @@ _PATIENCE = timedelta(hours=12)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
-    """Place of this process among those of the run. Example: ``Ranks(rank=1, size=8, device="cuda:1")``."""
+class TrainRanks:
+    """Place of this process among those of the run. Example: ``TrainRanks(rank=1, size=8, device="cuda:1")``."""
 
     rank: int = 0
     size: int = 1
@@ -46,7 +47,7 @@ class Ranks:
         if self.size == 1:
             return value
         box = [value]
-        dist.broadcast_object_list(box, src=0, device=torch.device(self.device))
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))  # a state is larger than what a GPU has left
         return box[0]
 
     def gathered(self, value: T) -> list[T]:
@@ -70,23 +71,30 @@ class Ranks:
 
 
 def is_main_process() -> bool:
-    """Whether this process reports, known before it has joined the others."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this process reports, known before it has joined the others.
+
+    Raises:
+        UsageError: what torchrun left in the environment contradicts itself.
+    """
+    return not Ranks.read().is_follower
 
 
 @contextmanager
-def joined() -> Iterator[Ranks]:
-    """The processes that torchrun started, or this one alone."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        yield Ranks()
+def joined() -> Iterator[TrainRanks]:
+    """The processes that torchrun started, or this one alone.
+
+    Raises:
+        UsageError: what torchrun left in the environment contradicts itself.
+    """
+    place, device = Ranks.read(), "cpu"
+    if place.size == 1:
+        yield TrainRanks()
         return
-    rank, device = int(os.environ["RANK"]), "cpu"
     if torch.cuda.is_available():
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
+        device = f"cuda:{place.local_rank}"
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout=_PATIENCE)
     try:
-        yield Ranks(rank=rank, size=size, device=device)
+        yield TrainRanks(rank=place.rank, size=place.size, device=device)
     finally:
         dist.destroy_process_group()

@@ -91,7 +91,7 @@ class ObjectiveSection:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSection:
-    """Muon for the matrices of the layers, AdamW for embedding and norms; cosine schedule to `lr_end`."""
+    """Muon for the matrices of the layers, AdamW for embedding and norms; cosine schedule to `lr_end_ratio` of each."""
 
     steps: int = 2000
     bins_per_step: int = 16  # packed sequences a step
@@ -147,6 +147,13 @@ def check_range(section: Any, names: str, low: float, high: float = math.inf) ->
         if not (low <= value <= high and value < math.inf):
             within = f"at least {low}" if high == math.inf else f"within [{low}, {high}]"
             raise RecipeError(f"{name} is {value}; it must be {within}")
+
+
+def refuse_change(section: Any, name: str, reason: str) -> None:
+    """Refuse another value than the default of field `name`, which has no effect because of `reason`."""
+    default = type(section).__dataclass_fields__[name].default
+    if getattr(section, name) != default:
+        raise RecipeError(f"{name} has no effect, since {reason}; leave it out, or set it to its default {default}")
 
 
 def load_recipe(path: Path, cls: type[T], overrides: Sequence[str] = ()) -> T:

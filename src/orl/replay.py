@@ -57,6 +57,8 @@ class ReplayState:
     own_entropy_L: Float32 | None  # nats, as recorded of this step; None: not recorded
     source_entropy_L: Float32 | None  # nats, of the step before; None: there is none
     source_entropy: float | None  # mean of it over the slots that were open then
+    own_temperature: float = 1.0  # that `own_entropy_L` was recorded at
+    source_temperature: float = 1.0  # that `source_entropy_L` was recorded at; 1 where there is none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +66,9 @@ class ReplayResponse:
     """One kept answer."""
 
     number: int  # of the problem
-    policy_version: int
     clean_S: Int32  # prompt and all blocks but the last
     grid: int  # where the block grid starts, modulo the canvas length
     states: tuple[ReplayState, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of its packed form."""
-        return len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
 
 
 def replay_response(trajectory: Trajectory, section: LossSection) -> ReplayResponse:
@@ -82,7 +78,6 @@ def replay_response(trajectory: Trajectory, section: LossSection) -> ReplayRespo
     prompt = np.array(trajectory.result.record.prompt_token_ids, dtype=np.int32)
     return ReplayResponse(
         number=trajectory.number,
-        policy_version=trajectory.policy_version,
         clean_S=np.concatenate([prompt[:start], *(block.ids_L for block in blocks[:-1])]),
         grid=start % length,
         states=tuple(state for block in blocks for state in _states(block, section)),
@@ -111,6 +106,8 @@ def _states(block: BlockTrajectory, section: LossSection) -> Iterator[ReplayStat
             own_entropy_L=block.entropy_KL[step],
             source_entropy_L=block.entropy_KL[step - 1] if step else None,
             source_entropy=source_entropy,
+            own_temperature=float(block.temperature_K[step]),
+            source_temperature=float(block.temperature_K[step - 1]) if step else 1.0,
         )
 
 
@@ -193,6 +190,10 @@ class ReplayBatch:
         )
         sources = [np.nan if state.source_entropy is None else state.source_entropy for state in states]
         self.source_entropy_S = torch.tensor(sources, dtype=torch.float32)
+        self.own_temperature_S, self.source_temperature_S = (
+            torch.tensor([getattr(state, name) for state in states], dtype=torch.float32)
+            for name in ("own_temperature", "source_temperature")
+        )
 
     @property
     def num_rows(self) -> int:
@@ -210,13 +211,10 @@ class _Part:
         self.num_rows = len(self.clean_S) + sum(len(state.canvas_L) for state in self.states)
 
 
-def packed_logits(
-    params: Mapping[str, Tensor], batch: ReplayBatch, *, with_residual: bool = True, always_residual: bool = False
-) -> Tensor:
+def packed_logits(params: Mapping[str, Tensor], batch: ReplayBatch, *, always_residual: bool = False) -> Tensor:
     """Logits [R, V] of all slots with a loss, in one forward over all rows.
 
     Args:
-        with_residual: False: every state as if its z were 0.
         always_residual: run the adapter also where every z is 0; the same parameters of a sharded model must get a
             gradient on every process.
     """
@@ -236,12 +234,11 @@ def packed_logits(
         noisy += [np.zeros(num_clean, dtype=bool), np.ones(len(starts) * length, dtype=bool)]
         for i, start in enumerate(starts):
             own = row + num_clean + i * length + np.arange(length)
-            predicted_by.append(np.append(row + start - 1, own[:-1]) if batch.diffusion.logit_shift else own)
+            before = row + start - 1 if start else own[0]  # slot 0 of a whole sequence is the prompt's: no matter
+            predicted_by.append(np.append(before, own[:-1]) if batch.diffusion.logit_shift else own)
         row += part.num_rows
     is_noisy = torch.from_numpy(np.concatenate(noisy))
-    z, where = None, None
-    if with_residual:
-        z, where = residual_inputs(batch.states, is_noisy, config, always=always_residual)
+    z, where = residual_inputs(batch.states, is_noisy, config, always=always_residual)
     ids_T, positions_T = torch.from_numpy(np.concatenate(ids)), torch.from_numpy(np.concatenate(positions))
     ids_T, positions_T, is_noisy = (t.to(batch.device) for t in (ids_T, positions_T, is_noisy))
     z, where = (None if t is None else t.to(batch.device) for t in (z, where))
@@ -292,7 +289,7 @@ def reference_logits(params: Mapping[str, Tensor], batch: ReplayBatch) -> Tensor
             z, where = residual_inputs([state], is_noisy, config)
             attend = ops.MaskedAttention(visible)
             hidden = family.forward(_OPS, params, config, ids, positions, attend, z=z, where=where)
-            rows = torch.arange(start, start + length) - batch.diffusion.logit_shift
+            rows = (torch.arange(start, start + length) - batch.diffusion.logit_shift).clamp(min=0)
             found.append(hidden[rows])
     logits: Tensor = family.head(_OPS, params, config, torch.cat(found)[batch.used])
     return logits

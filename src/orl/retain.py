@@ -9,7 +9,7 @@ Source: the verifier gate of ORL (arXiv 2610.20687, project page); the filters a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from orl.rollout import RolloutRequest, Trajectory
 from orl.tasks import get_task
@@ -39,6 +39,14 @@ def judge(requests: Sequence[RolloutRequest], trajectories: Sequence[Trajectory]
             kept.append(trajectory.result.token_ids)
         judged.append(Judged(problem=request.problem, trajectory=trajectory, verdict=verdict, dropped=dropped))
     return judged
+
+
+def shared_part(item: Judged) -> Judged:
+    """What other processes need of `item`: residuals, nearly all of its bytes, only where it trains."""
+    if item.dropped is None:
+        return item
+    blocks = tuple(replace(block, residual_NLD=None) for block in item.trajectory.blocks)
+    return replace(item, trajectory=replace(item.trajectory, blocks=blocks))
 
 
 def _why_dropped(

@@ -45,9 +45,10 @@ class BlockTrajectory:
     canvas_KL: Int32
     is_unresolved_KL: Bool
     committed_KL: Bool
-    entropy_KL: Float32  # nats, of the step's own prediction
+    entropy_KL: Float32  # nats, of the step's own prediction, at its temperature
     argmax_KL: Int32
     confidence_KL: Float32  # of the argmax
+    temperature_K: Float32  # that divided the step's logits
     kept_steps: tuple[int, ...]  # ascending; step 0 is always kept and consumed no residual
     residual_NLD: Float32 | None  # z that the kept steps after step 0 consumed; None where the pathway is off
 
@@ -108,6 +109,7 @@ class Capture:
         self._canvas_KL, self._argmax_KL = np.zeros(shape, dtype=np.int32), np.zeros(shape, dtype=np.int32)
         self._is_unresolved_KL, self._committed_KL = np.zeros(shape, dtype=np.bool_), np.zeros(shape, dtype=np.bool_)
         self._entropy_KL, self._confidence_KL = np.zeros(shape, dtype=np.float32), np.zeros(shape, dtype=np.float32)
+        self._temperature_K = np.zeros(max_steps, dtype=np.float32)
         self._residual_NLD = np.zeros((per_block, canvas_length, hidden_size), dtype=np.float32)
         self.begin(0)
 
@@ -138,6 +140,7 @@ class Capture:
         self._canvas_KL[step], self._argmax_KL[step] = state.canvas_L, prediction.argmax_L
         self._is_unresolved_KL[step], self._committed_KL[step] = state.is_unresolved_L, state.committed_L
         self._entropy_KL[step], self._confidence_KL[step] = state.entropy_L, prediction.argmax_confidence_L
+        self._temperature_K[step] = state.temperature
         self._num_steps, self._num_pinned = step + 1, int(event.after.is_pinned_L.sum())
         if step == 0:
             return
@@ -162,6 +165,7 @@ class Capture:
             entropy_KL=self._entropy_KL[:end].copy(),
             argmax_KL=self._argmax_KL[:end].copy(),
             confidence_KL=self._confidence_KL[:end].copy(),
+            temperature_K=self._temperature_K[:end].copy(),
             kept_steps=(0, *(self._step_of_slot[slot] for slot in used)),
             residual_NLD=self._residual_NLD[used] if self._has_residual else None,
         )

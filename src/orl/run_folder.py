@@ -2,8 +2,8 @@
 
 State is written to a temporary folder, flushed to disk and renamed, newest last, two kept: after `kill -9`, a power cut
 or a full disk at any moment the newest complete state is still there, and a damaged one is set aside. Tensors are
-safetensors, the rest JSON; nothing is pickled. `metrics.jsonl` is cut back to the resumed step, so a resumed run's file
-reads like a straight run's.
+safetensors, the rest JSON; nothing is pickled. `metrics.jsonl` is cut back to what it held when the resumed state was
+saved, so a resumed run's file reads like a straight run's.
 
 One process at a time: the folder is locked until the process that opened it ends, however it ends.
 
@@ -34,6 +34,7 @@ from orl.trackers import Watched, open_tracker
 logger = logging.getLogger(__name__)
 
 _KEEP = 2
+_NUM_LINES = "num_metrics"  # in state.json: lines of metrics.jsonl when it was saved
 _locks: dict[Path, int] = {}  # descriptors, open while this process lives: closing one would give the lock away
 
 
@@ -93,19 +94,24 @@ class RunFolder:
         self._watched.log(finite)
 
     def save_state(self, step: int, tensors: Mapping[str, torch.Tensor], extra: Mapping[str, Any]) -> None:
-        """Write the state of `step` atomically, unless it is there, and drop all but the newest two.
+        """Write the state of `step` atomically and drop all but the newest two.
+
+        Tensors of a step that is there stay, since they are a function of the step; the rest of it is replaced.
 
         Raises:
             RunFolderError: the disk refused; states that were there are untouched.
         """
         target, partial = self.states / f"step_{step:08d}", self.states / ".partial"
-        if target.exists():
-            return
+        num_lines = self.metrics.read_bytes().count(b"\n") if self.metrics.exists() else 0
+        state = json.dumps({"step": step, _NUM_LINES: num_lines, **extra})
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed while saving
         try:
+            if target.exists():
+                _write(target / "state.json", state)
+                return
             partial.mkdir()
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial / "tensors.safetensors")
-            (partial / "state.json").write_text(json.dumps({"step": step, **extra}), encoding="utf-8")
+            (partial / "state.json").write_text(state, encoding="utf-8")
             for path in (*partial.iterdir(), partial):
                 _sync(path)
             partial.rename(target)
@@ -120,7 +126,7 @@ class RunFolder:
             shutil.rmtree(old)
 
     def load_state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]] | None:
-        """Newest state that can be read as (tensors, extra), None for a new run; metrics after its step are cut off.
+        """Newest state that can be read as (tensors, extra), None for a new run; metrics after it are cut off.
 
         Raises:
             RunFolderError: there are states and none can be read.
@@ -138,7 +144,7 @@ class RunFolder:
                 aside = damaged.with_name(f".damaged_{damaged.name}")
                 shutil.rmtree(aside, ignore_errors=True)
                 damaged.rename(aside)
-            self._cut_metrics(step)
+            self._cut_metrics(step, extra.pop(_NUM_LINES, None))
             return tensors, extra
         if folders:
             raise RunFolderError(f"no state in {self.states} can be read; remove the folder to start the run again")
@@ -148,11 +154,12 @@ class RunFolder:
     def _complete(self) -> list[Path]:
         return sorted(p for p in self.states.iterdir() if p.name.startswith("step_"))
 
-    def _cut_metrics(self, step: int) -> None:
+    def _cut_metrics(self, step: int, num_lines: int | None = None) -> None:
+        """Keep lines up to `step`, of the first `num_lines` if the state tells: it may be older than its evaluation."""
         if not self.metrics.exists():
             return
         kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+        for line in self.metrics.read_text(encoding="utf-8").splitlines()[:num_lines]:
             try:
                 entry = json.loads(line)
             except json.JSONDecodeError:
@@ -182,6 +189,7 @@ def _write(path: Path, text: str) -> None:
     """Replace the file `path` as a whole."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
+    _sync(partial)
     partial.replace(path)
 
 

@@ -18,7 +18,7 @@ Source: torch.distributed.fsdp (FSDP2); ours otherwise.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -48,7 +48,7 @@ class ShardedParams(Mapping[str, Tensor]):
         self, params: Mapping[str, Tensor], *, trained: Callable[[str], bool] = lambda name: True,
         checkpoint_layers: bool = False, view: View = lambda params: params,
     ) -> None:  # fmt: skip
-        numbers = {name: _layer_of(name) for name in params}
+        numbers = {name: layer_of(name) for name in params}
         num_layers = 1 + max((n for n in numbers.values() if n is not None), default=-1)
         self._view = view
         self.root = _Tensors(
@@ -130,7 +130,8 @@ def run_with(params: Mapping[str, Tensor], fn: Callable[[Mapping[str, Tensor]], 
     return params.run(fn) if isinstance(params, ShardedParams) else fn(params)
 
 
-def _layer_of(name: str) -> int | None:
+def layer_of(name: str) -> int | None:
+    """Number of the layer that a parameter belongs to, None outside of layers."""
     found = _LAYER.search(name)
     return None if found is None else int(found[1])
 
@@ -145,3 +146,19 @@ def sharded_as(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor) or tensor.shape != like.shape:
         return tensor
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+
+
+def shared_out(function: Callable[[Tensor], Tensor], tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`function` of each whole tensor, computed by one process each and sharded as its argument was.
+
+    As many whole tensors are held at a time as there are processes. Every process must iterate to the end.
+    """
+    if not tensors or not isinstance(tensors[0], DTensor):
+        yield from map(function, tensors)
+        return
+    mesh = tensors[0].device_mesh
+    for start in range(0, len(tensors), mesh.size()):
+        wholes = [whole(tensor) for tensor in tensors[start : start + mesh.size()]]
+        results = [function(w) if mesh.get_local_rank() == i else torch.empty_like(w) for i, w in enumerate(wholes)]
+        for i, result in enumerate(results):
+            yield distribute_tensor(result, mesh, tensors[start + i].placements, src_data_rank=i)

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from dlmrt.checkpoint.hub import resolve
 from dlmrt.checkpoint.load import load_params, open_checkpoint
+from dlmrt.decode.sampling import banned_ids
 from dlmrt.decode.text import TextCodec
 from dlmrt.models import qwen3
 from dlmrt.models.config import AUTOREGRESSIVE, DiffusionConfig, ModelConfig, ResidualConfig, RopeConfig, check_config
+from dlmrt.models.families import family_of
 from orl.data import prepare_tokenizer
 from orl.errors import RecipeError, RunFolderError
 from orl.packing import Noise
@@ -139,14 +141,34 @@ def restore_params(params: Params, tensors: Mapping[str, Tensor], states: Path) 
             wanted.copy_(found)
 
 
+def stop_id_of(config: ModelConfig, codec: TextCodec) -> int:
+    """The token that ends a gold answer: the family's own, the chat template's where it is an EOS id, or an EOS id.
+
+    Raises:
+        RecipeError: no token ends answers of this model.
+    """
+    end, eos = codec.tokenizer.token_to_id(END_TOKEN), config.eos_token_ids
+    family = [codec.tokenizer.token_to_id(token) for token in family_of(config).STOP_TOKENS]
+    for found in (*family, end if end in eos else None, *eos):
+        if found is not None:
+            return int(found)
+    raise RecipeError("run.init names no EOS token, so gold answers cannot end; add eos_token_id to its config.json")
+
+
 def noise_of(config: ModelConfig, codec: TextCodec) -> Noise:
-    """Noise of this model: uniform ids are all ids but the special ones."""
-    assert config.pad_token_id is not None
+    """Noise of this model: uniform ids are those that its decoder draws.
+
+    Raises:
+        RecipeError: the model has no padding id, which fills the last block of a gold answer.
+    """
+    if config.pad_token_id is None:
+        raise RecipeError("run.init has no padding id to fill blocks of gold answers; add pad_token_id to config.json")
     diffusion = config.diffusion
     return Noise(
         canvas_length=diffusion.canvas_length if diffusion else 1,
         mask_token_id=diffusion.mask_token_id if diffusion else None,
         pad_token_id=config.pad_token_id,
         logit_shift=diffusion.logit_shift if diffusion else 0,
-        random_ids=np.setdiff1d(np.arange(config.vocab_size), list(codec.special_ids)).astype(np.int32),
+        random_ids=np.setdiff1d(np.arange(config.vocab_size), banned_ids(config, codec.known_ids)).astype(np.int32),
+        is_grid_at_zero=diffusion is not None and diffusion.block_anchor == "position_zero",
     )

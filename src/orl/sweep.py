@@ -19,7 +19,7 @@ from dlmrt.errors import UsageError
 from dlmrt.models.config import load_config
 from dlmrt.types import GenerateResult
 from orl.answer_log import AnswerLog, identity_of
-from orl.evaluate import Outcome, Setting, evaluate, kind_of
+from orl.evaluate import Outcome, Setting, evaluate, kind_of, prompt_digest
 from orl.progress import CountBar
 from orl.tasks.types import Problem
 
@@ -121,7 +121,8 @@ def _sweep(name: str, place: Path, plan: Plan, log: AnswerLog, show_progress: bo
         CountBar(total, name, enabled=show_progress) as bar,
         Engine.load(place, executor=plan.executor, dtype=plan.dtype, num_threads=plan.num_threads) as engine,
     ):
-        bar.advance(min(total, len(log.known)))
+        digests = list(map(prompt_digest, plan.problems))
+        bar.advance(sum((setting.key, digest) in log.known for setting in plan.settings for digest in digests))
 
         def on_answer(setting: Setting, problem: Problem, result: GenerateResult, outcome: Outcome) -> None:
             log.append(setting, problem, outcome)

@@ -120,9 +120,13 @@ class Watched:
 
     def close(self) -> None:
         """End the tracker's run."""
-        if self._tracker is not None:
-            self._tracker.close()
-            self._tracker = None
+        tracker, self._tracker = self._tracker, None
+        if tracker is None:
+            return
+        try:
+            tracker.close()
+        except Exception as error:
+            logger.warning("the tracker failed at its end (%s); metrics.jsonl is whole", error)
 
 
 def flat(entry: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -21,6 +21,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from dlmrt.checkpoint.load import load_params
 from dlmrt.checkpoint.save import save_checkpoint
 from dlmrt.decode.engine import Engine
 from dlmrt.decode.sampling import banned_ids
+from dlmrt.decode.settings import ResolvedDecode
 from dlmrt.models.families import family_of
 from dlmrt.types import DecodeConfig
 from orl.data import Mixture, encode_problem, held_out
@@ -40,18 +42,18 @@ from orl.diagnostics import rollout_report
 from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
 from orl.evaluate import Setting, evaluate
 from orl.gold import gold_response, self_condition
-from orl.gradients import accumulate_gradients, why_unusable
+from orl.gradients import accumulate_gradients
 from orl.interrupt import uninterrupted
-from orl.optimizers import PathwayOptimizers, learning_rate_ratio
-from orl.ranks import Ranks, joined
+from orl.optimizers import PathwayOptimizers, learning_rate_ratio, why_unusable
+from orl.ranks import TrainRanks, joined
 from orl.recipe import DataSection
 from orl.replay import ReplayResponse, replay_response
-from orl.retain import judge
+from orl.retain import judge, shared_part
 from orl.rollout import RolloutPool, RolloutRequest
 from orl.run_folder import RunFolder
 from orl.selection import Evaluations
 from orl.shard import ShardedParams, whole
-from orl.start import noise_of
+from orl.start import noise_of, stop_id_of
 from orl.train_recipe import TrainRecipe
 from orl.tune import plain_weights, start_checkpoint, trained_params
 
@@ -83,6 +85,7 @@ def train(
         RunFolderError: the folder belongs to another recipe, or its state to another model.
         RecipeError: the recipe asks for something that its start model cannot do.
         NothingVerifiedError: no answer was kept for `keep.max_empty_updates` updates in a row.
+        StaleRolloutError: replayed states are not those that were rolled out (`rollout.max_entropy_gap`).
         DivergedError: too many updates in a row gave no usable gradient.
     """
     if recipe.run.num_threads:
@@ -91,7 +94,8 @@ def train(
         started = last_save = time.monotonic()
         first = run.step
         try:
-            run.evaluate_if_due()
+            if run.evaluate_if_due() and first:  # the one that the call before was interrupted in
+                run.save()
             while run.step < recipe.optim.updates and not run.evaluations.stop_reason:
                 with uninterrupted():
                     entry = run.update()
@@ -123,12 +127,19 @@ def train(
 class TrainRun:
     """Everything that an update changes: parameters, optimizer state, counters; and how it is saved."""
 
-    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: Ranks | None = None) -> None:
+    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
         self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks = ranks or Ranks()
+        self.ranks = ranks or TrainRanks()
+        with ExitStack() as opened:  # closes what is open where a later part fails
+            self._set_up(self.ranks, opened)
+            self._opened = opened.pop_all()
+
+    def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
+        recipe, run_dir = self.recipe, self.path
         self.folder: RunFolder | None = None
         if ranks.is_main:
             self.folder = RunFolder(run_dir)
+            opened.callback(self.folder.close)
             self.folder.check_recipe(recipe)
         self.adapter = run_dir / "start_adapter" if recipe.tune.new_adapter_width else None
         self.start = start_checkpoint(
@@ -152,11 +163,14 @@ class TrainRun:
         self.step = self.policy_version = self.num_rows = self.num_generated_tokens = 0
         self.num_skipped = self.num_skipped_in_a_row = self.num_empty_in_a_row = 0
         self.evaluations = Evaluations(recipe.eval)
-        self.pool = self._open_pool()
+        self.coverages: list[float] = []  # of the updates since the last evaluation
+        self.pool = opened.enter_context(self._open_pool())
         self.codec = self.pool.engines[0].tokenizer
-        self.noise = noise_of(self.config, self.codec)
+        uses_gold = recipe.rollout.source == "gold" or recipe.keep.on_no_success == "gold"
+        decoded = self.pool.engines[0].config  # with every token that ends an answer
+        self.gold = (noise_of(decoded, self.codec), stop_id_of(decoded, self.codec)) if uses_gold else None
         self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
-        self.banned[torch.from_numpy(banned_ids(self.pool.engines[0].config, self.codec.known_ids)).long()] = True
+        self.banned[torch.from_numpy(banned_ids(decoded, self.codec.known_ids)).long()] = True
         if saved is not None:
             self._restore(*saved)
 
@@ -166,9 +180,7 @@ class TrainRun:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.pool.__exit__(kind, error, trace)
-        if self.folder:
-            self.folder.close()
+        self._opened.__exit__(kind, error, trace)
 
     def update(self) -> dict[str, Any]:
         """Roll out, train once, publish; the line of metrics.
@@ -188,10 +200,12 @@ class TrainRun:
                 self.params, self.reference, self.config, responses, self.recipe, banned=self.banned,
                 ranks=self.ranks,
             )  # fmt: skip
+            self._check_gap(entry["recorded_entropy_gap"])
             norms = self.optimizers.clip(section.grad_clip)
             entry |= {f"{group}_grad_norm": norm for group, norm in norms.items()}
             reason = why_unusable(entry["loss"], norms)
         self._count(reason, is_empty=not responses, report=report)
+        self.coverages += [report["coverage"]] if "coverage" in report else []
         if reason is None:
             self.optimizers.step(ratio)
             self.policy_version += 1
@@ -221,11 +235,12 @@ class TrainRun:
         if self.folder:
             self.folder.log(entry)
 
-    def evaluate_if_due(self) -> None:
-        """Evaluate before the first update, every few ones and after the last, each time once."""
+    def evaluate_if_due(self) -> bool:
+        """Evaluate before the first update, every few ones and after the last, each time once; whether it did."""
         is_due = self.step % self.recipe.eval.every_updates == 0 or self.step == self.recipe.optim.updates
-        if is_due and not self.evaluations.has(self.step):
+        if is_due := is_due and not self.evaluations.has(self.step):
             self.evaluate()
+        return is_due
 
     def evaluate(self) -> None:
         """Measure the current weights on held-out problems, keep them if they are the best, stop on lost accuracy."""
@@ -250,20 +265,24 @@ class TrainRun:
             }
             for row in rows
         }
-        judged = self.evaluations.add(self.step, points)
-        stopped = self.evaluations.stop_reason
-        self.log({
-            "step": self.step, "eval": found, "matched_tpf": judged["matched_tpf"], "is_alert": judged["is_alert"],
-            "eval_s": round(time.monotonic() - began, 3), **({"stopped": stopped} if stopped else {}),
-        })  # fmt: skip
-        if self.evaluations.best is judged:
-            self._write(self.path / "best")
+        with uninterrupted():
+            coverage = sum(self.coverages) / len(self.coverages) if self.coverages else None
+            judged = self.evaluations.add(self.step, points, coverage)
+            self.coverages = []
+            stopped = self.evaluations.stop_reason
+            self.log({
+                "step": self.step, "eval": found, "matched_tpf": judged["matched_tpf"], "coverage": coverage,
+                "is_alert": judged["is_alert"], "eval_s": round(time.monotonic() - began, 3),
+                **({"stopped": stopped} if stopped else {}),
+            })  # fmt: skip
+            if self.evaluations.best is judged:
+                self._write(self.path / "best")
 
     def save(self) -> None:
         """Write the state of this update; Ctrl-C waits for it. It passes through the memory of every process."""
         tensors = {f"param.{name}": whole(p.detach()) for name, p in self.trained.items()} | self.optimizers.tensors()
         extra = {name: getattr(self, name) for name in _COUNTERS} | {
-            "start": self.fingerprint, "evaluations": self.evaluations.entries,
+            "start": self.fingerprint, "evaluations": self.evaluations.entries, "coverages": self.coverages,
         }  # fmt: skip
         if self.folder:
             with uninterrupted():
@@ -292,7 +311,7 @@ class TrainRun:
         ]
         version = 0 if recipe.rollout.policy == "start" else self.policy_version
         mine = judge(requests, self.pool.roll_out(requests, policy_version=version), recipe.keep)
-        judged = [item for part in self.ranks.gathered(mine) for item in part]
+        judged = [item for part in self.ranks.gathered(list(map(shared_part, mine))) for item in part]
         judged.sort(key=lambda item: (item.trajectory.number, item.trajectory.response_idx))
         kept = [item.trajectory for item in judged if item.dropped is None]
         if recipe.rollout.policy == "current" and any(t.policy_version != self.policy_version for t in kept):
@@ -306,12 +325,13 @@ class TrainRun:
         return responses, report
 
     def _gold(self, numbers: Sequence[int], copies: int) -> list[ReplayResponse]:
-        seed = self.recipe.run.seed
-        examples = [encode_problem(self.codec, self.mixture.problem(n, seed), n) for n in numbers]
+        assert self.gold is not None
+        (noise, stop_id), seed = self.gold, self.recipe.run.seed
+        examples = [encode_problem(self.codec, self.mixture.problem(n, seed), n, stop_id=stop_id) for n in numbers]
         responses = [
             gold_response(
-                example, self.noise, seed=seed, response_idx=copy,
-                states_per_block=1 + self.recipe.states.per_block, policy_version=self.policy_version,
+                example, noise, seed=seed, response_idx=copy,
+                states_per_block=1 + self.recipe.states.per_block,
             )
             for example in examples
             for copy in range(copies)
@@ -320,11 +340,27 @@ class TrainRun:
             return responses
         return list(self_condition(self.params, self.config, responses, banned=self.banned))
 
+    def _check_gap(self, gap: float | None) -> None:
+        """Refuse to train on states that the decoder did not see, unless the recipe wants stale ones."""
+        section = self.recipe.rollout
+        if section.policy == "current" and gap is not None and gap > section.max_entropy_gap:
+            raise StaleRolloutError(
+                f"update {self.step + 1}: entropies of replayed states differ by {gap:.3g} of log V from those that "
+                f"were recorded, above rollout.max_entropy_gap = {section.max_entropy_gap:g}; take rollout.dtype = "
+                "'float32', or raise the key if rollouts may be that inexact"
+            )
+
     def _count(self, reason: str | None, *, is_empty: bool, report: Mapping[str, Any]) -> None:
-        """Count updates without a gradient, and end the run when there are too many in a row."""
+        """Count updates without a gradient, and end the run when there are too many in a row.
+
+        Gold answers in the place of kept ones do not hide that nothing was kept; an update without any answer says
+        nothing about divergence.
+        """
         keep, section = self.recipe.keep, self.recipe.optim
-        self.num_empty_in_a_row = self.num_empty_in_a_row + 1 if is_empty else 0
-        self.num_skipped_in_a_row = 0 if reason is None else self.num_skipped_in_a_row + 1
+        is_unverified = report.get("kept_share") == 0
+        self.num_empty_in_a_row = self.num_empty_in_a_row + 1 if is_unverified else 0
+        if not is_empty:
+            self.num_skipped_in_a_row = 0 if reason is None else self.num_skipped_in_a_row + 1
         self.num_skipped += reason is not None
         if self.num_empty_in_a_row >= keep.max_empty_updates:
             raise NothingVerifiedError(
@@ -343,22 +379,36 @@ class TrainRun:
         workers = section.workers or len(os.sched_getaffinity(0))
         if section.source == "gold":
             workers = 1  # for evaluation only
-        engines = [
-            Engine.load(
-                self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1, adapter=self.adapter
-            )
-            for _ in range(workers)
-        ]
-        config = DecodeConfig(**self._setting(section.setting).options)
-        settings = engines[0].settings(config)
+        with ExitStack() as opened:
+            engines = [
+                opened.enter_context(Engine.load(
+                    self.start.folder, executor=section.executor, dtype=section.dtype, num_threads=1,
+                    adapter=self.adapter,
+                ))
+                for _ in range(workers)
+            ]  # fmt: skip
+            config = DecodeConfig(**self._setting(section.setting).options)
+            if section.source == "policy":
+                self._check_decoder(engines[0].settings(config))
+            pool = RolloutPool(engines, config, per_block=self.recipe.states.per_block, seed=self.recipe.run.seed)
+            opened.pop_all()
+        return pool
+
+    def _check_decoder(self, settings: ResolvedDecode) -> None:
+        """Refuse decoders whose answers all would be one, or whose text moves."""
+        section = self.recipe.rollout
         assert self.config.diffusion is not None
         is_random = not settings.is_greedy or self.config.diffusion.noise == "uniform"
-        if section.source == "policy" and section.responses > 1 and not is_random:
+        if section.responses > 1 and not is_random:
             raise RecipeError(
                 f"rollout.setting {section.setting!r} is greedy: {section.responses} answers of a mask model would be "
                 "equal; set temperature above 0, or rollout.responses = 1"
             )
-        return RolloutPool(engines, config, per_block=self.recipe.states.per_block, seed=self.recipe.run.seed)
+        if settings.commit_rule == "joint_threshold_indel":
+            raise RecipeError(
+                f"rollout.setting {section.setting!r} moves text between slots, so that final ids are no targets of "
+                "earlier states; add commit_rule=joint_threshold"
+            )
 
     def _setting(self, text: str) -> Setting:
         setting = Setting.parse(text)
@@ -399,6 +449,7 @@ class TrainRun:
         for name in _COUNTERS:
             setattr(self, name, int(extra[name]))
         self.evaluations = Evaluations(self.recipe.eval, extra["evaluations"])
+        self.coverages = list(extra.get("coverages", []))  # absent from states of early versions
         self._publish()
 
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from orl.errors import RecipeError
 from orl.precision import ComputeType
-from orl.recipe import check_range
+from orl.recipe import check_range, refuse_change
 from orl.trackers import TrackerName
 
 
@@ -45,8 +45,12 @@ class RolloutSection:
     executor: Literal["auto", "cpu", "eager"] = "auto"
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     workers: int = 0  # engines of one thread each; 0: one a core
+    # Most that entropies of replayed states may differ from those that the decoder recorded, in the mean over open
+    # slots and as a share of log V; above it rollouts are stale or inexact, which ends the run.
+    max_entropy_gap: float = 0.02
 
     def __post_init__(self) -> None:
+        check_range(self, "max_entropy_gap", 0)
         check_range(self, "responses", 1)
         check_range(self, "workers", 0)
 
@@ -55,10 +59,10 @@ class RolloutSection:
 class KeepSection:
     """Which answers train: verified ones that pass the filters."""
 
-    max_per_prompt: int = 4  # the shortest-numbered distinct ones; 0: all
+    max_per_prompt: int = 4  # the first distinct ones; 0: all
     max_repeated_share: float = 0.5  # answers with a larger share of repeated 4-grams are dropped
     on_no_success: Literal["skip", "gold"] = "skip"  # prompt without a kept answer: left out, or its gold answer
-    max_empty_updates: int = 1  # updates in a row without any kept answer that end the run
+    max_empty_updates: int = 1  # updates in a row without any kept answer, gold ones apart, that end the run
 
     def __post_init__(self) -> None:
         check_range(self, "max_per_prompt", 0)
@@ -98,6 +102,12 @@ class LossSection:
         if self.aec == "log_ratio" and self.aec_rho == 1:
             raise RecipeError("aec_rho is 1, which asks log_ratio for an infinite contraction; lower it")
         check_range(self, "aec_weight kl_weight kl_cap", 0)
+        if self.gate == "all":
+            refuse_change(self, "gate_level", "gate is 'all'")
+        if not self.kl_weight:
+            refuse_change(self, "kl_cap", "kl_weight is 0")
+        if self.aec in ("cap", "minent"):
+            refuse_change(self, "aec_rho", f"aec is {self.aec!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,11 +160,12 @@ class EvalSection:
     settings: tuple[str, ...] = ("threshold=0.99", "threshold=0.9", "threshold=0.7")  # as of `orl evaluate`
     accuracy_slack: float = 0.005  # matched accuracy: the start model's best less this
     max_accuracy_loss: float = 0.02  # below the start model's best at every setting: an alert
+    max_coverage_loss: float = 0.1  # of the share of prompts with a kept answer, against the first updates': an alert
     patience: int = 3  # alerts in a row that end the run
 
     def __post_init__(self) -> None:
         check_range(self, "every_updates problems patience", 1)
-        check_range(self, "accuracy_slack max_accuracy_loss", 0, 1)
+        check_range(self, "accuracy_slack max_accuracy_loss max_coverage_loss", 0, 1)
         if not self.settings:
             raise RecipeError("settings is empty; give at least one decode setting")
 

@@ -24,7 +24,7 @@ from dlmrt.models.config import ModelConfig, ResidualConfig
 from dlmrt.models.families import family_of
 from orl.errors import RecipeError
 from orl.lora import A, B, lora_view, merged, new_lora
-from orl.ranks import Ranks
+from orl.ranks import TrainRanks
 from orl.shard import ShardedParams, whole
 from orl.start import restore_params
 from orl.train_recipe import TuneSection
@@ -63,7 +63,7 @@ def new_adapter(config: ModelConfig, *, seed: int) -> dict[str, Tensor]:
     return found
 
 
-def start_checkpoint(init: str, section: TuneSection, folder: Path, ranks: Ranks, *, seed: int) -> Checkpoint:
+def start_checkpoint(init: str, section: TuneSection, folder: Path, ranks: TrainRanks, *, seed: int) -> Checkpoint:
     """The start model; with the fresh adapter, which is kept in `folder`, if the recipe asks for one."""
     base = open_checkpoint(resolve(init))
     config = with_new_adapter(base.config, section)

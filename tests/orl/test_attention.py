@@ -31,8 +31,10 @@ FAMILIES = {
 def slow_staircase(rows: np.ndarray, diffusion: DiffusionConfig | None) -> np.ndarray:
     """rows [T, 4]: segment, copy, position, block start."""
     visible = np.zeros((len(rows), len(rows)), dtype=bool)
-    is_block_causal = diffusion is not None and diffusion.context_attention == "block_causal"
     is_causal_inside = diffusion is not None and diffusion.in_block_attention == "causal"
+    is_block_causal = (
+        diffusion is not None and diffusion.context_attention == "block_causal" and not is_causal_inside
+    )  # fmt: skip
     for at, (segment_q, copy_q, position_q, start_q) in enumerate(rows):
         for to, (segment_k, copy_k, position_k, start_k) in enumerate(rows):
             if copy_q == PAD or copy_k == PAD:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
 
+from dlmrt.decode.sampling import banned_ids
 from dlmrt.errors import UsageError
+from orl import data as data_module
 from orl.data import Mixture, PackedStream, encode_problem, held_out, prepare_tokenizer
 from orl.errors import RecipeError, UnknownTaskError
 from orl.packing import CLEAN, Rows
 from orl.recipe import DataSection, PretrainRecipe
-from orl.start import model_config, noise_of
+from orl.start import model_config, noise_of, stop_id_of
+from orl.tasks import get_task
 from orl.tasks.types import Problem
+from orl.tasks.wordings import reword
 
 
 @pytest.fixture
@@ -106,11 +114,59 @@ def test_held_out_takes_turns_and_shares_no_prompt_with_training():
     assert not {p.prompt for p in problems} & {mixture.problem(number, 0).prompt for number in range(50)}
 
 
+@pytest.mark.parametrize("wordings", ["one", "many"])
+def test_tokenizer_is_trained_on_the_wordings_of_the_data(tmp_path: Path, monkeypatch, wordings: str):
+    section = DataSection(tasks=("chain_sum",), wordings=wordings, vocab_size=300, tokenizer_problems=5)
+    seen: list[str] = []
+
+    def train(problems: Iterable[Problem], *, vocab_size: int) -> None:
+        seen.extend(problem.response for problem in problems)
+
+    monkeypatch.setattr(data_module, "train_tokenizer", train)
+    monkeypatch.setattr(data_module, "write_tokenizer", lambda tokenizer, folder: None)
+    prepare_tokenizer(section, tmp_path / "tokenizer")
+    plain = [get_task("chain_sum").problem(index, "train") for index in range(5)]
+    assert seen == [(reword(problem) if wordings == "many" else problem).response for problem in plain]
+    assert (seen == [problem.response for problem in plain]) == (wordings == "one")
+
+
+@pytest.mark.parametrize("kind", ["mask", "uniform"])
+def test_noise_is_what_the_decoder_draws(codec, make_recipe, kind: str):
+    """Ids of uniform noise are all but the banned ones: EOS ids are among them, holes of the vocabulary are not."""
+    config = model_config(make_recipe(objective={"kind": kind}), codec)
+    config = dataclasses.replace(config, vocab_size=config.vocab_size + 4)
+    noise = noise_of(config, codec)
+    banned = banned_ids(config, codec.known_ids)
+    assert sorted([*noise.random_ids.tolist(), *banned.tolist()]) == list(range(config.vocab_size))
+    assert set(config.eos_token_ids) <= set(noise.random_ids.tolist())
+    assert noise.random_ids.dtype == np.int32
+    assert not noise.is_grid_at_zero
+    grid = dataclasses.replace(config.diffusion, block_anchor="position_zero")
+    assert noise_of(dataclasses.replace(config, diffusion=grid), codec).is_grid_at_zero
+    with pytest.raises(RecipeError, match="no padding id .* add pad_token_id"):
+        noise_of(dataclasses.replace(config, pad_token_id=None), codec)
+
+
+def test_gold_answers_end_as_the_model_ends_its_own(codec, make_recipe):
+    """The family's end of turn, the template's where it is an EOS id, any EOS id; without one a refusal."""
+    config = model_config(make_recipe(), codec)
+    end, pad = config.eos_token_ids
+    assert stop_id_of(dataclasses.replace(config, eos_token_ids=(pad, end)), codec) == end
+    assert stop_id_of(dataclasses.replace(config, eos_token_ids=(pad,)), codec) == pad
+    with pytest.raises(RecipeError, match="names no EOS token"):
+        stop_id_of(dataclasses.replace(config, eos_token_ids=()), codec)
+    tokenizer = Tokenizer.from_str(codec.tokenizer.to_str())
+    tokenizer.add_special_tokens(["<|role_end|>"])
+    other = SimpleNamespace(tokenizer=tokenizer)
+    llada2 = dataclasses.replace(config, architecture="LLaDA2MoeModelLM")
+    assert stop_id_of(llada2, other) == tokenizer.token_to_id("<|role_end|>")
+
+
 def test_literal_special_text_is_trained_as_ordinary_text(codec, make_recipe):
     """K01 (d): "<|mask|>" in prompt or answer never becomes the reserved id, nor do the ids that end a turn."""
     text = "a <|mask|> b <|im_end|> c <|endoftext|><|im_start|>"
     problem = Problem(task="chain_sum", prompt=text, response=text, index=0, split="train", metadata={})
-    example = encode_problem(codec, problem, 0)
+    example = encode_problem(codec, problem, 0, stop_id=codec.tokenizer.token_to_id("<|im_end|>"))
     reserved = set(codec.special_ids)
     assert 3 in reserved
     assert 3 not in example.prompt_ids + example.response_ids

@@ -175,7 +175,8 @@ def test_setting_that_the_model_refuses_fails_before_anything_is_generated(engin
 
 def test_auto_regressive_twin_is_evaluated_like_any_model(make_recipe, tmp_path: Path):
     model = pretrain(make_recipe(optim={"steps": 1}, objective={"kind": "ar"}), tmp_path)
-    with Engine.load(model, num_threads=1) as engine:
+    with Engine.load(model, num_threads=2) as engine:
         problems = held_out(Mixture.of(DataSection(tasks=("chain_sum",))), 1)
         report = evaluate(engine, problems, [Setting.parse("greedy:temperature=0,max_tokens=6")])
     assert report["results"][0]["all"]["tpf_denoise"] == 1.0
+    assert report["conditions"]["num_threads"] == engine.num_threads == 2, "the executor's, not torch's"

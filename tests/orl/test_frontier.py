@@ -14,7 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from orl import sweep as sweep_module
 from orl.errors import ReportError
+from orl.evaluate import Setting
 from orl.frontier import (
     Curves,
     Sweep,
@@ -29,6 +31,8 @@ from orl.frontier import (
     verdict,
 )
 from orl.pretrain import pretrain
+from orl.progress import CountBar
+from orl.tasks import get_task
 
 
 def curves(*points: tuple[float, float]) -> Curves:
@@ -235,6 +239,24 @@ def test_killed_sweep_goes_on_and_gives_the_same_answers(orl, models: tuple[Path
 
     assert counts(again) == counts(report)
     assert orl(*arguments, "--quiet", "--seed", "1")[0] == 1  # other answers: they must not be mixed with these
+
+
+def test_progress_counts_known_answers_of_this_sweep_alone(models: tuple[Path, Path], tmp_path: Path, monkeypatch):
+    counts: list[int] = []
+
+    class Bar(CountBar):
+        def advance(self, count: int = 1) -> None:
+            counts.append(count)
+
+    monkeypatch.setattr(sweep_module, "CountBar", Bar)
+    problems = (get_task("chain_sum").problem(0, "heldout"),)
+    for texts in (["max_tokens=2"], ["max_tokens=3", "max_tokens=2"], ["max_tokens=4"]):
+        plan = sweep_module.Plan(
+            problems=problems, settings=tuple(map(Setting.parse, texts)), seed=0, executor="eager", dtype="float32",
+            num_threads=1,
+        )  # fmt: skip
+        sweep_module.sweep_models({"x": str(models[0])}, plan, tmp_path)
+    assert counts == [0, 1, 1, 1, 0, 1]  # where each bar begins, then one an answer
 
 
 def test_another_checkpoint_in_the_same_folder_is_refused(orl, models: tuple[Path, Path], tmp_path: Path):

@@ -51,7 +51,7 @@ def layout_of(responses: Sequence[tuple[int, Sequence[tuple[int, int]]]], *, len
 RAGGED = [(7, [(3, 2), (7, 1)]), (0, [(0, 1)]), (18, [(2, 1), (6, 3), (18, 2)])]
 
 
-def mask_of(layout: list, config: DiffusionConfig) -> torch.Tensor:
+def mask_of(layout: list, config: DiffusionConfig, *, grid: int = 0) -> torch.Tensor:
     """The dense staircase of `orl.attention`, from its own description of rows."""
     segment, copy, positions, starts = [], [], [], []
     for number, (_, num_clean, _, canvases) in enumerate(layout):
@@ -65,44 +65,36 @@ def mask_of(layout: list, config: DiffusionConfig) -> torch.Tensor:
         copy += [row[0] for row in rows]
         positions += [row[1] for row in rows]
         starts += [row[2] for row in rows]
-    return staircase(*map(torch.tensor, (segment, copy, positions, starts)), config)
-
-
-@pytest.mark.parametrize(
-    ("context", "in_block"), [("causal", "bidirectional"), ("block_causal", "bidirectional"), ("causal", "causal")]
-)
-def test_intervals_are_the_dense_staircase(context: str, in_block: str):
-    config = diffusion(context=context, in_block=in_block)
-    layout = layout_of(RAGGED, length=4)
-    assert np.array_equal(Intervals.of(layout, config).dense(), mask_of(layout, config).numpy())
-
-
-def test_a_window_hides_what_is_behind_it_and_nothing_of_the_canvas():
-    layout = layout_of([(9, [(3, 1), (9, 1)])], length=4)
-    seen = Intervals.of(layout, diffusion(), window=3).dense()
-    assert [np.flatnonzero(row).tolist() for row in seen[:4]] == [[0], [0, 1], [0, 1, 2], [1, 2, 3]]
-    assert np.flatnonzero(seen[9]).tolist() == [1, 2, 9, 10, 11, 12]
-    assert np.flatnonzero(seen[16]).tolist() == [7, 8, 13, 14, 15, 16]
-
-
-@pytest.mark.parametrize("context", ["causal", "block_causal"])
-@pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
-@pytest.mark.parametrize("window", [None, 3, 6])
-def test_intervals_are_what_the_eager_executor_shows(context: str, in_block: str, window: int | None):
-    config, start = diffusion(context=context, in_block=in_block), 9
-    seen = Intervals.of(layout_of([(12, [(start, 1)])], length=4), config, window=window).dense()
-    positions = torch.arange(12)
-    clean = context_visible(config, positions, positions, window=window)
-    assert np.array_equal(seen[:12, :12], clean.numpy())
-    canvas = canvas_visible(config, start, 4, window=window)
-    expected = np.ones((4, start + 4), dtype=bool) if canvas is None else canvas.numpy()
-    assert np.array_equal(seen[12:, [*range(start), *range(12, 16)]], expected)
+    return staircase(*map(torch.tensor, (segment, copy, positions, starts)), config, grid=grid)
 
 
 responses = st.lists(
     st.tuples(st.integers(0, 20), st.lists(st.tuples(st.integers(0, 5), st.integers(1, 3)), min_size=1, max_size=3)),
     min_size=1, max_size=4,
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("context", ["causal", "block_causal"])
+@pytest.mark.parametrize("in_block", ["bidirectional", "causal"])
+@settings(max_examples=40, deadline=None)
+@given(found=responses, grid=st.integers(0, 3))
+def test_dense_rule_intervals_and_decoding_show_the_same(context: str, in_block: str, found, grid: int):
+    """All combinations of both kinds of attention, on any grid: the three say who sees whom in their own ways."""
+    config = diffusion(context=context, in_block=in_block)
+    layout = layout_of([(n, [(min(4 * b, n), c) for b, c in groups]) for n, groups in found], length=4, grid=grid)
+    dense = mask_of(layout, config, grid=grid).numpy()
+    assert np.array_equal(Intervals.of(layout, config).dense(), dense)
+    for first, num_clean, _, canvases in layout:
+        positions = torch.arange(num_clean)
+        clean = context_visible(config, positions, positions, grid=grid)
+        assert np.array_equal(dense[first : first + num_clean, first : first + num_clean], clean.numpy())
+        for group in canvases:
+            canvas = canvas_visible(config, group.start, 4, window=None)
+            expected = np.ones((4, group.start + 4), dtype=bool) if canvas is None else canvas.numpy()
+            for row in range(group.first_row, group.first_row + 4 * group.count, 4):
+                keys = [*range(first, first + group.start), *range(row, row + 4)]
+                assert np.array_equal(dense[row : row + 4, keys], expected)
+                assert dense[row : row + 4].sum() == expected.sum()
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,6 +143,14 @@ def test_flex_attention_and_the_cpu_path_equal_the_dense_mask(context: str):
         q, k, v = rows(len(mask), 4, 12, 0), rows(len(mask), 2, 12, 1), rows(len(mask), 2, 12, 2)
         flex = FlexStaircase([Intervals.of(layout, config)], device="cpu")(0, q.detach(), k.detach(), v.detach())
     torch.testing.assert_close(flex, dense[0], rtol=1e-5, atol=1e-5)
+
+
+def test_masks_lie_where_the_rows_do():
+    attend = StaircaseAttention(layout_of(RAGGED, length=4), diffusion(in_block="causal"), device="meta")
+    masks = [*attend.visible_clean, *attend.visible_canvas.values()]
+    assert {mask.device.type for mask in masks} == {"meta"}
+    q, k, v = (rows(7 + 12 + 4 + 18 + 24, heads, 12, 0).to("meta") for heads in (4, 2, 2))
+    assert attend(0, q, k, v).device.type == "meta"
 
 
 INTERPRETED = """

@@ -33,6 +33,8 @@ def five_slots(**changes: Any) -> SimpleNamespace:
         "own_entropy_R": torch.full((5,), math.nan),
         "source_entropy_R": torch.tensor([0.3, 0.5, 0.1, math.nan, math.nan]),
         "source_entropy_S": torch.tensor([0.4, math.nan]),
+        "own_temperature_S": torch.ones(2),
+        "source_temperature_S": torch.ones(2),
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -113,6 +115,81 @@ def test_forms_of_the_contraction():
         np.testing.assert_allclose(found.contraction_S, values, rtol=1e-6, err_msg=kind)
     with pytest.raises(RecipeError, match="infinite contraction"):
         LossSection(aec="log_ratio", aec_rho=1.0)
+
+
+def test_cap_judges_by_the_ids_that_may_be_predicted():
+    """A banned id with the largest logit is no prediction: the decoder never commits it."""
+    values, batch = logits(), five_slots(targets_R=logits()[:, :BANNED_ID].argmax(-1))
+    values[:, BANNED_ID] = 50.0
+    found = state_losses(values, batch, LossSection(aec="cap"), banned=BANNED, reference_RV=None)
+    np.testing.assert_allclose(found.contraction_S, losses_of(batch, LossSection(aec="minent")).contraction_S)
+
+
+def test_recorded_gap_counts_open_slots_with_a_record():
+    batch = five_slots(own_entropy_R=torch.tensor([0.5, math.nan, 9.0, 0.2, math.nan]))
+    found, entropy = losses_of(batch, LossSection()), normalised_entropy(log_probs(logits(), BANNED), 5).numpy()
+    wanted = abs(entropy[0] - 0.5 / math.log(5)) + abs(entropy[3] - 0.2 / math.log(5))
+    assert found.recorded_gap(batch, math.log(5)) == (pytest.approx(wanted, rel=1e-6), 2)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ({"gate": "all", "gate_level": 0.3}, "gate_level has no effect, since gate is 'all'"),
+        ({"kl_weight": 0.0, "kl_cap": 2.0}, "kl_cap has no effect, since kl_weight is 0"),
+        ({"aec": "minent", "aec_rho": 0.5}, "aec_rho has no effect, since aec is 'minent'"),
+    ],
+)
+def test_a_key_that_does_nothing_is_refused(given: dict[str, Any], why: str):
+    with pytest.raises(RecipeError, match=why):
+        LossSection(**given)
+
+
+def two_candidates(temperature: float) -> SimpleNamespace:
+    """One open slot whose logits 2 and 0 were recorded at `temperature` in this step and in the one before."""
+    p = 1 / (1 + math.exp(-2 / temperature))
+    nats = -p * math.log(p) - (1 - p) * math.log(1 - p)
+    return SimpleNamespace(
+        states=[None], weight_S=torch.ones(1), state_R=torch.tensor([0]), targets_R=torch.tensor([0]),
+        is_open_R=torch.tensor([True]), is_gated_R=torch.tensor([False]), is_anchored_R=torch.tensor([False]),
+        own_entropy_R=torch.tensor([nats]), source_entropy_R=torch.tensor([nats]),
+        source_entropy_S=torch.tensor([nats]),
+        own_temperature_S=torch.tensor([temperature]), source_temperature_S=torch.tensor([temperature]),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("temperature", [0.4, 0.8, 1.0, 1.5])
+@pytest.mark.parametrize("kind", ["hinge_mean", "hinge_token", "log_ratio"])
+def test_entropies_are_compared_at_the_temperature_of_the_record(kind: str, temperature: float):
+    """Without a change between two steps there is no contraction, whatever temperature the decoder had."""
+    batch, banned = two_candidates(temperature), torch.tensor([False, False, True])
+    if temperature == 0.8:
+        assert float(batch.source_entropy_S) == pytest.approx(0.269, abs=1e-3)  # and 0.365 at temperature 1
+
+    def losses(rho: float) -> StateLosses:
+        section = LossSection(aec=kind, aec_rho=rho)
+        return state_losses(torch.tensor([[2.0, 0.0, 5.0]]), batch, section, banned=banned, reference_RV=None)
+
+    assert float(losses(0.0).contraction_S) == pytest.approx(0, abs=1e-10)
+    asked = float(batch.source_entropy_S) / math.log(2) * 0.25
+    wanted = math.log(0.75) ** 2 if kind == "log_ratio" else asked**2
+    assert float(losses(0.25).contraction_S) == pytest.approx(wanted, rel=1e-4)
+    assert losses(0.0).recorded_gap(batch, math.log(2)) == (pytest.approx(0, abs=1e-6), 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_tempered_entropies_equal_finite_differences(kind: str):
+    batch = five_slots(
+        source_entropy_S=torch.tensor([0.4, 0.2], dtype=torch.float64),
+        source_entropy_R=torch.tensor([0.3, 0.5, 0.1, 0.2, 0.2], dtype=torch.float64),
+        source_temperature_S=torch.tensor([0.8, 0.6]), own_temperature_S=torch.tensor([0.7, 0.5]),
+    )  # fmt: skip
+
+    def loss(values: Tensor) -> Tensor:
+        section = LossSection(aec=kind, aec_weight=3.0)
+        return state_losses(values, batch, section, banned=BANNED, reference_RV=None).loss
+
+    assert torch.autograd.gradcheck(loss, logits().requires_grad_(), eps=1e-6, atol=1e-7)
 
 
 def test_divergence_to_the_policy_itself_is_nothing():

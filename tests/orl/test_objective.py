@@ -19,7 +19,7 @@ from dlmrt.types import Sampling
 from orl.losses import weighted_cross_entropy
 from orl.objective import Batch, batch_loss
 from orl.packing import CLEAN, PAD, Example, Rows, pack, problem_rows
-from orl.pretrain import accumulate_gradients
+from orl.pretrain import step_gradients
 from orl.recipe import PretrainRecipe
 
 TOLERANCE = 1e-5
@@ -137,7 +137,7 @@ def test_gradient_accumulation_does_not_change_the_step(
         config, params = make_model(recipe)
         bins = pack(rows_of(recipe, tiny_noise, make_examples(28)), 150)[:8]
         assert len(bins) == 8
-        entry = accumulate_gradients(params, config, recipe, bins, 0)
+        entry = step_gradients(params, config, recipe, bins, 0)
         assert entry["denominator"] == pytest.approx(sum(rows.weights.sum(dtype=np.float64) for rows in bins))
         runs.append((entry["loss"], gradients(params)))
     assert_close(*runs)
@@ -229,7 +229,7 @@ def test_self_conditioning_under_autocast_reaches_every_weight(make_recipe, make
     recipe = make_recipe(run={"dtype": "bfloat16"}, objective={"self_conditioning_p": 1.0})
     config, params = make_model(recipe)
     bins = pack(rows_of(recipe, tiny_noise, make_examples(4)), 150)
-    accumulate_gradients(params, config, recipe, bins, 0)
+    step_gradients(params, config, recipe, bins, 0)
     for name, gradient in gradients(params).items():
         assert gradient.dtype == torch.float32
         assert gradient.abs().max() > 0, name

@@ -260,6 +260,28 @@ def test_progress_and_evaluation_are_reported(make_recipe, tmp_path: Path):
     assert evaluations == [(2, 0.1), (4, 0.2), (5, 0.3)]
 
 
+def test_interrupted_evaluation_is_made_by_the_next_call_and_once(make_recipe, tmp_path: Path):
+    """Ctrl-C while step 2 of 3 is evaluated, then while step 3 is; later calls have nothing left to do."""
+    recipe = make_recipe(optim={"steps": 3}, run={"eval_every_steps": 2})
+    calls = 0
+
+    def evaluate(folder: Path) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls in (1, 3):
+            raise KeyboardInterrupt
+        return {"verified_rate": 0.5}
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(recipe, tmp_path / "resumed", evaluate=evaluate)
+    for _ in range(2):
+        pretrain(recipe, tmp_path / "resumed", evaluate=evaluate)
+    assert calls == 4
+    pretrain(recipe, tmp_path / "straight", evaluate=evaluate)
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
 def test_interrupt_saves_the_last_whole_step(make_recipe, tmp_path: Path):
     """Ctrl-C in the middle of a step: the step is finished, logged and saved before KeyboardInterrupt gets out."""
     recipe = make_recipe()

@@ -15,6 +15,7 @@ from dlmrt.decode.engine import Engine
 from dlmrt.eager.executor import EagerDenoiser
 from dlmrt.models import qwen3
 from dlmrt.types import DecodeConfig
+from orl import gradients
 from orl.losses import log_probs, state_losses
 from orl.packing import Share, balance, pack_shares
 from orl.replay import (
@@ -28,7 +29,7 @@ from orl.replay import (
 )
 from orl.rollout import RolloutPool, RolloutRequest, Trajectory
 from orl.tasks import get_task
-from orl.train_recipe import LossSection
+from orl.train_recipe import LossSection, TrainRecipe, TrainRunSection, UpdateSection
 
 SECTION = LossSection(gate="all", kl_weight=0.5, aec_weight=3.0)
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -138,16 +139,21 @@ def test_replayed_logits_are_those_of_the_engine(roll_out, case: str, executor: 
     assert bool(num_with_residual) == (case != "no residual")
 
 
-def test_recorded_entropy_is_that_of_the_replayed_state(roll_out):
-    """The alarm for stale or inexact states reads 0 for fresh ones, and more when weights have moved."""
-    config, params, engine, trajectories = roll_out("shifted")
+@pytest.mark.parametrize("case", ["shifted", "uniform"])
+def test_recorded_entropy_is_that_of_the_replayed_state(roll_out, case: str):
+    """The alarm for stale or inexact states reads 0 for fresh ones, also where temperatures fall; else more."""
+    config, params, engine, trajectories = roll_out(case)
+    temperatures = {float(t) for trajectory in trajectories for b in trajectory.blocks for t in b.temperature_K}
+    assert (len(temperatures) > 1) == (case == "uniform")
     responses = [replay_response(t, SECTION) for t in trajectories]
     batch = ReplayBatch(responses, state_weights(responses, "response"), everything(responses), config)
     banned = banned_of(engine)
 
     def gap(weights: dict[str, Tensor]) -> float:
         losses = state_losses(packed_logits(weights, batch), batch, SECTION, banned=banned, reference_RV=None)
-        return losses.recorded_gap(batch, float(np.log(int((~banned).sum()))))
+        total, count = losses.recorded_gap(batch, float(np.log(int((~banned).sum()))))
+        assert count == int(batch.is_open_R.sum()) > 0
+        return total / count
 
     assert gap(params) < 1e-5
     assert gap({name: tensor * 1.1 for name, tensor in params.items()}) > 1e-3
@@ -190,6 +196,35 @@ def test_budget_and_ranks_change_neither_loss_nor_gradient(roll_out, budget: int
         for name, gradient in found.items():
             gradients[name] = gradients.get(name, 0) + gradient
     assert_close(whole, (sum(loss for loss, _ in ranks), gradients))
+
+
+def test_recorded_gap_of_an_update_does_not_depend_on_packing(roll_out, monkeypatch):
+    """A mean over all open slots, not over micro-batches; the adapter's share is read from some states only."""
+    config, params, engine, trajectories = roll_out("shifted")
+    responses = [replay_response(t, SECTION) for t in trajectories]
+    moved = {name: (tensor.detach() * 1.1).requires_grad_() for name, tensor in params.items()}
+    seen: list[int] = []
+
+    def ratio(params: Any, states: Sequence[Any], config: Any) -> float:
+        seen.append(len(states))
+        return 0.5
+
+    monkeypatch.setattr(gradients, "residual_ratio", ratio)
+    monkeypatch.setattr(gradients, "_MOST_RATIO_STATES", 3)
+    found = [
+        gradients.accumulate_gradients(
+            moved, params, config, responses,
+            TrainRecipe(optim=UpdateSection(rows_per_micro=rows), run=TrainRunSection(dtype="float32")),
+            banned=banned_of(engine),
+        )
+        for rows in (1, 90, 10_000)
+    ]  # fmt: skip
+    assert len({entry["num_micro"] for entry in found}) == 3
+    assert found[0]["recorded_entropy_gap"] > 1e-3
+    for entry in found[1:]:
+        assert entry["recorded_entropy_gap"] == pytest.approx(found[0]["recorded_entropy_gap"], rel=1e-5)
+    assert sum(s.residual_LD is not None for r in responses for s in r.states) > 3
+    assert all(1 <= count <= 3 for count in seen)
 
 
 def test_no_gradient_reaches_the_residual_but_its_adapter_gets_one(roll_out):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from orl.diagnostics import (
     distinct_n,
     rollout_report,
 )
-from orl.retain import judge, repeated_share
+from orl.retain import judge, repeated_share, shared_part
 from orl.rollout import BlockTrajectory, RolloutRequest, Trajectory
 from orl.tasks import get_task
 from orl.train_recipe import KeepSection
@@ -37,7 +38,7 @@ def block(*, num_answer: int = 3, **changes: Any) -> BlockTrajectory:
         "entropy_KL": np.array([[0.1, 0.4, 1.0, 9.0], [0.0, 0.2, 0.4, 9.0], [0.0, 0.0, 0.3, 9.0]], dtype=np.float32),
         "argmax_KL": np.array([[7, 8, 5, 0], [7, 8, 5, 0], [7, 8, 9, 0]]),
         "confidence_KL": np.array([[0.9, 0.8, 0.4, 0.1], [1, 0.9, 0.6, 0.1], [1, 1, 0.7, 0.1]], dtype=np.float32),
-        "kept_steps": (0,), "residual_NLD": None,
+        "temperature_K": np.ones(3, dtype=np.float32), "kept_steps": (0,), "residual_NLD": None,
     }  # fmt: skip
     return BlockTrajectory(**{**fields, **changes})
 
@@ -79,6 +80,20 @@ def test_only_verified_finished_distinct_answers_train_up_to_the_cap():
     assert [item.dropped for item in judged(answers, KeepSection(max_per_prompt=0))][4] is None
 
 
+def test_residuals_of_dropped_answers_do_not_travel():
+    gold = PROBLEMS[0].response
+    residual = np.zeros((1, 4, 2), dtype=np.float32)
+    answers = [
+        dataclasses.replace(answer(0, text), blocks=(block(kept_steps=(0, 1), residual_NLD=residual),))
+        for text in ("wrong", gold)
+    ]
+    dropped, kept = found = judged(answers, KeepSection())
+    assert shared_part(kept) is kept
+    assert shared_part(dropped).trajectory.blocks[0].residual_NLD is None
+    report = rollout_report(found, rho=0.25)
+    assert rollout_report(list(map(shared_part, found)), rho=0.25) == report
+
+
 def test_report_counts_coverage_and_kept_share():
     gold = [problem.response for problem in PROBLEMS]
     answers = [answer(0, "wrong"), answer(0, gold[0]), answer(1, "wrong"), answer(2, gold[2], (1, 2, 3, 4, 5))]
@@ -96,6 +111,7 @@ def test_contraction_reads_open_slots_of_the_answer_only():
     """Means 0.5, 0.3, 0.3: slot 3 lies right of the end."""
     assert list(contraction_ratios(block())) == pytest.approx([0.6, 1.0])
     assert list(contraction_ratios(block(num_answer=2))) == pytest.approx([0.2 / 0.25])
+    assert list(contraction_ratios(block(temperature_K=np.array([0.8, 0.6, 0.6])))) == pytest.approx([1.0])
 
 
 def test_calibration_and_precision_by_hand():

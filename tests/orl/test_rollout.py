@@ -56,7 +56,7 @@ def assert_same(first: Trajectory, second: Trajectory) -> None:
     for block, other in zip(first.blocks, second.blocks, strict=True):
         assert (block.kept_steps, block.start, block.num_answer) == (other.kept_steps, other.start, other.num_answer)
         for name in ("ids_L", "canvas_KL", "is_unresolved_KL", "committed_KL", "entropy_KL", "argmax_KL",
-                     "confidence_KL", "residual_NLD"):  # fmt: skip
+                     "confidence_KL", "temperature_K", "residual_NLD"):  # fmt: skip
             np.testing.assert_array_equal(getattr(block, name), getattr(other, name), err_msg=name)
 
 
@@ -80,6 +80,7 @@ def test_capture_changes_no_token_and_keeps_whole_blocks(make_engine, model):
                 np.testing.assert_array_equal(block.canvas_KL[state.step], state.canvas_L)
                 np.testing.assert_array_equal(block.entropy_KL[state.step], state.entropy_L)
                 np.testing.assert_array_equal(block.is_unresolved_KL[state.step], state.is_unresolved_L)
+                assert block.temperature_K[state.step] == np.float32(state.temperature)
             for at, step in enumerate(block.kept_steps[1:]):
                 np.testing.assert_array_equal(block.residual_NLD[at], states[step].residual_LD)
 

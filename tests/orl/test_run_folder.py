@@ -54,6 +54,24 @@ def test_transposed_tensors_and_repeated_saves(folder: RunFolder):
     assert torch.equal(loaded[0]["m"], matrix.T)
 
 
+def test_state_of_a_step_that_is_there_gets_the_newer_counters(folder: RunFolder):
+    """An evaluation that was interrupted and made later belongs to the same step; its line stays once it is saved."""
+    folder.log({"step": 1, "loss": 0.5})
+    folder.save_state(1, tensors(1), {"evaluations": []})
+    folder.log({"step": 1, "eval": {"a": 1}})  # killed before it was saved: made again, so its line must go
+    loaded = folder.load_state()
+    assert loaded is not None
+    assert loaded[1] == {"step": 1, "evaluations": []}
+    assert [json.loads(line) for line in folder.metrics.read_text().splitlines()] == [{"step": 1, "loss": 0.5}]
+    folder.log({"step": 1, "eval": {"a": 1}})
+    folder.save_state(1, tensors(1), {"evaluations": [1]})
+    loaded = folder.load_state()
+    assert loaded is not None
+    assert loaded[1]["evaluations"] == [1]
+    assert torch.equal(loaded[0]["a"], tensors(1)["a"])
+    assert len(folder.metrics.read_text().splitlines()) == 2
+
+
 DAMAGES = {
     "tensors cut short": lambda path: (path / "tensors.safetensors").write_bytes(
         (path / "tensors.safetensors").read_bytes()[:-10]
@@ -72,8 +90,8 @@ DAMAGES = {
 def test_damaged_newest_state_is_set_aside_and_the_older_one_used(folder: RunFolder, damage: str, caplog):
     """K59: and the damaged one must not push the good ones out later."""
     for step in (3, 5):
-        folder.save_state(step, tensors(step), {"note": "x"})
         folder.log({"step": step})
+        folder.save_state(step, tensors(step), {"note": "x"})
     DAMAGES[damage](folder.states / "step_00000005")
     loaded = folder.load_state()
     assert loaded is not None

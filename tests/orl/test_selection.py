@@ -38,6 +38,28 @@ def test_alerts_in_a_row_end_the_run():
     assert [entry["is_alert"] for entry in found.entries] == [False, True, False, True, True]
 
 
+def test_a_start_model_that_verifies_nothing_cannot_be_matched():
+    """Else the floor would lie below 0 and the best would be whatever decodes fastest."""
+    found = Evaluations(SECTION)
+    for step, points in enumerate([[(0.0, 5.0)], [(0.0, 9.0)], [(0.5, 2.0)]]):
+        assert found.add(step, points)["matched_tpf"] is None
+    assert found.best is None
+    assert found.stop_reason == ""
+    slack = Evaluations(SECTION)  # a start whose accuracy lies within the slack is not matched by nothing
+    assert slack.add(0, [(0.01, 5.0)])["matched_tpf"] == pytest.approx(5.0)
+    assert slack.add(1, [(0.0, 50.0)])["matched_tpf"] is None
+
+
+def test_lost_coverage_is_an_alert_too():
+    """Against the first updates'; the evaluation before any update knows no coverage."""
+    found = Evaluations(EvalSection(max_coverage_loss=0.1, patience=2))
+    for step, (coverage, is_alert) in enumerate([(None, False), (0.8, False), (0.71, False), (0.69, True)]):
+        assert found.add(step, START, coverage)["is_alert"] is is_alert
+        assert found.stop_reason == ""
+    found.add(9, START, 0.2)
+    assert "or coverage more than 0.1 below the first updates', for 2 evaluations" in found.stop_reason
+
+
 def test_entries_survive_json():
     found = Evaluations(SECTION)
     found.add(0, START)

@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import load_file
 
 from dlmrt.checkpoint.save import save_checkpoint
+from dlmrt.errors import UsageError
 from dlmrt.models import qwen3
 from dlmrt.models.config import MoeConfig, ResidualConfig
 from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
 from dlmrt.testing import tiny_config
 from orl.pretrain import pretrain
-from orl.ranks import Ranks
+from orl.ranks import TrainRanks, is_main_process, joined
 from orl.recipe import dump_recipe
 from orl.shard import ShardedParams
 from orl.train import train
@@ -174,9 +175,29 @@ def test_layers_are_computed_again_in_backward_only_when_asked():
 
 def test_rounds_deal_every_item_once_and_as_many_to_each_rank():
     for size in (1, 2, 3):
-        dealt = [list(Ranks(rank=rank, size=size).rounds("abcde")) for rank in range(size)]
+        dealt = [list(TrainRanks(rank=rank, size=size).rounds("abcde")) for rank in range(size)]
         assert len({len(part) for part in dealt}) == 1
         assert sorted(item for part in dealt for item, is_own in part if is_own) == list("abcde")
+
+
+def test_what_torchrun_says_is_read_once_for_the_command_and_the_run(monkeypatch):
+    """A rank without a size is one process for both; what is no number is a usage error for both, not a traceback."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "1")
+    assert is_main_process()
+    with joined() as ranks:
+        assert ranks == TrainRanks()
+    for size, rank in (("x", "0"), ("2", "2")):
+        monkeypatch.setenv("WORLD_SIZE", size)
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(UsageError, match="torchrun"):
+            is_main_process()
+        with pytest.raises(UsageError, match="torchrun"), joined():
+            pass
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not is_main_process()
 
 
 def test_two_processes_have_the_loss_and_gradients_of_one(tmp_path: Path):

@@ -69,3 +69,21 @@ def test_a_tracker_that_fails_is_dropped_once_and_the_record_goes_on(
     folder.close()
     assert [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").open()] == [1, 2]
     assert caplog.text.count("no space left") == 1
+
+
+def test_a_tracker_that_fails_at_its_end_does_not_end_a_complete_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Offline:
+        def log(self, numbers: object, step: int) -> None:
+            pass
+
+        def close(self) -> None:
+            raise RuntimeError("no connection")
+
+    monkeypatch.setattr(trackers, "_trackio", lambda run_dir, config: Offline())
+    folder = RunFolder(tmp_path / "run")
+    folder.watch(PretrainRecipe(run=RunSection(tracker="trackio")), 0)
+    folder.close()
+    folder.close()
+    assert caplog.text.count("no connection") == 1

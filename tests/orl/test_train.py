@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +16,10 @@ import torch
 
 from dlmrt.checkpoint.hub import resolve
 from dlmrt.checkpoint.load import load_params, open_checkpoint
+from dlmrt.decode.engine import Engine
 from orl import gradients
-from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError
+from orl import train as module
+from orl.errors import DivergedError, NothingVerifiedError, RecipeError, RunFolderError, StaleRolloutError
 from orl.recipe import dump_recipe, load_recipe
 from orl.run_folder import RunFolder
 from orl.train import TrainRun, UpdateProgress, train
@@ -145,6 +148,61 @@ def test_update_without_a_usable_gradient_is_skipped_and_counted(make, tmp_path:
         run.update()
 
 
+def test_interrupted_evaluation_is_made_by_the_next_call_and_once(make, tmp_path: Path, monkeypatch):
+    """Ctrl-C in the last evaluation: the state is of the last update, and three later calls add one line."""
+    recipe = make(optim={"updates": 1})
+    train(recipe, tmp_path / "straight")
+    measure, calls = module.evaluate, 0
+
+    def evaluate(*arguments: Any, **options: Any) -> dict[str, Any]:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            raise KeyboardInterrupt
+        return measure(*arguments, **options)
+
+    monkeypatch.setattr(module, "evaluate", evaluate)
+    with pytest.raises(KeyboardInterrupt):
+        train(recipe, tmp_path / "resumed")
+    for _ in range(2):
+        train(recipe, tmp_path / "resumed")
+    assert calls == 3
+    assert_same_run(tmp_path / "straight", tmp_path / "resumed")
+
+
+def test_states_that_the_decoder_did_not_see_end_the_run(make, tmp_path: Path):
+    """Rollouts in bfloat16 are a little inexact; with no tolerance at all that is too much."""
+    with (
+        TrainRun(make(rollout={"max_entropy_gap": 0.0}), tmp_path) as run,
+        pytest.raises(StaleRolloutError, match="update 1: .* above rollout.max_entropy_gap = 0; take rollout.dtype"),
+    ):
+        run.update()
+
+
+def test_updates_without_an_answer_say_nothing_about_divergence():
+    """And gold answers in their place do not hide that nothing was kept."""
+    recipe = TrainRecipe(
+        keep=KeepSection(max_empty_updates=4, on_no_success="gold"), optim=UpdateSection(max_skipped_updates=2)
+    )
+    run: Any = SimpleNamespace(
+        recipe=recipe, step=0, num_empty_in_a_row=0, num_skipped=0, num_skipped_in_a_row=0
+    )  # fmt: skip
+    nothing, something = {"kept_share": 0.0, "num_answers": 4}, {"kept_share": 0.5}
+    for _ in range(3):
+        TrainRun._count(run, "no answer was kept", is_empty=True, report=nothing)
+    assert (run.num_skipped, run.num_skipped_in_a_row, run.num_empty_in_a_row) == (3, 0, 3)
+    TrainRun._count(run, "the loss is not finite", is_empty=False, report=something)
+    TrainRun._count(run, "no answer was kept", is_empty=True, report=nothing)
+    assert (run.num_skipped_in_a_row, run.num_empty_in_a_row) == (1, 1)
+    with pytest.raises(DivergedError, match="2 updates in a row"):
+        TrainRun._count(run, "the loss is not finite", is_empty=False, report=something)
+    run.num_empty_in_a_row = 3
+    with pytest.raises(NothingVerifiedError):
+        TrainRun._count(run, None, is_empty=False, report=nothing)  # gold answers were there
+    TrainRun._count(run, None, is_empty=False, report={})  # source "gold": nothing was rolled out
+    assert run.num_empty_in_a_row == run.num_skipped_in_a_row == 0
+
+
 def test_nothing_verified_ends_the_run_with_the_reason(make, tmp_path: Path):
     """The cap of 2 tokens leaves no answer finished."""
     recipe = make(rollout={"setting": "threshold=0.5,temperature=1,max_tokens=2"}, keep={"max_empty_updates": 2})
@@ -158,20 +216,23 @@ def test_nothing_verified_ends_the_run_with_the_reason(make, tmp_path: Path):
 
 def test_gold_answers_stand_in_for_prompts_without_success(make, tmp_path: Path):
     recipe = make(
-        rollout={"setting": "threshold=0.5,temperature=1,max_tokens=2"}, keep={"on_no_success": "gold"},
+        rollout={"setting": "threshold=0.5,temperature=1,max_tokens=2"},
+        keep={"on_no_success": "gold", "max_empty_updates": 2},
     )  # fmt: skip
     with TrainRun(recipe, tmp_path) as run:
         entry = run.update()
-    assert entry["num_gold"] == 2
-    assert entry["loss"] > 0
-    assert entry["policy_version"] == 1
+        assert entry["num_gold"] == 2
+        assert entry["loss"] > 0
+        assert entry["policy_version"] == 1
+        with pytest.raises(NothingVerifiedError, match="update 2: none of 4 answers was kept"):
+            run.update()
 
 
 @pytest.mark.parametrize(
     "changes",
     [
         {"rollout": {"source": "gold"}, "loss": {"aec_weight": 0.0, "kl_weight": 0.0}},
-        {"rollout": {"policy": "start"}},
+        {"rollout": {"policy": "start", "max_entropy_gap": 0.0}},
         {"rollout": {"use_residual": False}},
         {"loss": {"aec_weight": 0.0}},
     ],
@@ -232,10 +293,21 @@ def test_state_of_another_architecture_is_refused(make, make_recipe, tmp_path: P
         train(changed, tmp_path / "run")
 
 
-def test_greedy_copies_are_refused(make, tmp_path: Path):
-    """K13: two greedy answers of a mask model are one."""
+def test_greedy_copies_are_refused(make, tmp_path: Path, monkeypatch):
+    """K13: two greedy answers of a mask model are one. What was open by then is closed."""
+    closed: list[type] = []
+    for opened in (Engine, RunFolder):
+        monkeypatch.setattr(opened, "close", lambda self: closed.append(type(self)))
     with pytest.raises(RecipeError, match=r"'threshold=0.9,temperature=0' is greedy: 2 answers"):
         TrainRun(make(rollout={"setting": "threshold=0.9,temperature=0"}), tmp_path)
+    assert closed == [Engine, RunFolder]
+
+
+def test_decoders_that_move_text_between_slots_are_refused(make):
+    run: Any = SimpleNamespace(recipe=make(), config=SimpleNamespace(diffusion=SimpleNamespace(noise="mask")))
+    with pytest.raises(RecipeError, match="moves text between slots.* add commit_rule=joint_threshold"):
+        TrainRun._check_decoder(run, SimpleNamespace(is_greedy=False, commit_rule="joint_threshold_indel"))
+    TrainRun._check_decoder(run, SimpleNamespace(is_greedy=False, commit_rule="joint_threshold"))
 
 
 def test_command_trains_and_prints_the_best_checkpoint(make, tmp_path: Path, run_orl):

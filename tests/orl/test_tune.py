@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from dlmrt.models.config import ModelConfig, MoeConfig, ResidualConfig, RopeConf
 from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
 from dlmrt.testing import tiny_config
+from orl import precision
 from orl.dry_run import dry_run
 from orl.errors import RecipeError
 from orl.lora import A, B, lora_targets, lora_view, merged, new_lora
@@ -156,7 +158,7 @@ def test_replayed_states_have_the_logits_of_the_engine(name: str, codec, tokeniz
     params = load_params(open_checkpoint(tmp_path / "model"), dtype="float32")
     clean = np.random.default_rng(1).integers(5, 200, 24).astype(np.int32)
     states = states_of(config, clean)
-    response = ReplayResponse(number=0, policy_version=0, clean_S=clean, grid=0, states=states)
+    response = ReplayResponse(number=0, clean_S=clean, grid=0, states=states)
     batch = ReplayBatch([response], [1.0], [Share(response=0, states=(0, 1, 2))], config)
     found = packed_logits(params, batch).detach().reshape(3, config.diffusion.canvas_length, -1).numpy()
     with Engine.load(tmp_path / "model", executor="eager", dtype="float32", num_threads=1) as engine:
@@ -193,6 +195,32 @@ def test_recipes_of_real_targets_fit_eight_gpus(name: str, tmp_path: Path):
     assert found["bytes_per_rank"]["total"] < 80e9
     assert found["bytes_per_rank"]["parameters"] == alone["bytes_per_rank"]["parameters"] // 8
     assert found["update"]["num_responses"] == 128
+    assert found["compute_dtype"] == "bfloat16"
+
+
+def test_dry_run_counts_the_largest_micro_batch_of_the_run(monkeypatch):
+    """Several responses share one; by hand: 2 blocks of 8 behind 10 tokens, 3 states each, so 18 clean rows and 48."""
+    config = twin("qwen3")
+    assert config.diffusion.canvas_length == 8
+
+    def counted(rows: int, dtype: str = "auto", *, num_ranks: int = 1) -> dict[str, Any]:
+        recipe = load_recipe(ROOT / "recipes" / "orl_tiny.toml", TrainRecipe, [
+            "states.per_block=2", "prompts.per_update=2", "rollout.responses=2", f"optim.rows_per_micro={rows}",
+            f"run.dtype={dtype}",
+        ])  # fmt: skip
+        return dry_run(config, recipe, num_ranks=num_ranks, prompt_tokens=10, answer_tokens=16)
+
+    per_row = 3 * 4 * config.vocab_size
+    for rows, num_ranks, in_micro, with_loss in ((66, 1, 66, 48), (140, 1, 132, 96), (999, 1, 264, 192),
+                                                (999, 4, 66, 48), (20, 1, 26, 8)):  # fmt: skip
+        found = counted(rows, num_ranks=num_ranks)
+        assert found["update"]["rows_per_micro"] == in_micro
+        assert found["bytes_per_rank"]["logits"] == per_row * with_loss
+    for has_bfloat16 in (False, True):
+        monkeypatch.setattr(precision, "multiplies_bfloat16", lambda device, found=has_bfloat16: found)
+        auto, given = counted(140), counted(140, "bfloat16" if has_bfloat16 else "float32")
+        assert auto["bytes_per_rank"] == given["bytes_per_rank"]
+        assert auto["compute_dtype"] == given["compute_dtype"]
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -210,24 +210,24 @@ def _complete(name: str, shape: tuple[int, ...], pieces: Mapping[int | None, Pie
     return ModelWeight(name=name, shape=shape, pieces=tuple(pieces[index] for index in range(shape[0])))
 
 
-def kept(weights: Mapping[str, ModelWeight], formats: Collection[str]) -> dict[str, str]:
-    """Name -> format of the matrices that an executor with kernels for `formats` can keep as they are stored.
+def kept(weights: Mapping[str, ModelWeight], layouts: Collection[str]) -> dict[str, str]:
+    """Name -> layout of the matrices that an executor with kernels for `layouts` can keep as they are stored.
 
-    Matrices that are multiplied together stay only if all of them have the same format.
+    Matrices that are multiplied together stay only if all of them have the same layout.
     """
-    found = {name: kind for name, weight in weights.items() if (kind := _format(weight)) and kind in formats}
+    found = {name: kind for name, weight in weights.items() if (kind := _layout(weight)) and kind in layouts}
     return {
         name: kind for name, kind in found.items()
         if all(found.get(other) == kind for other in _fused_with(name) if other in weights)
     }  # fmt: skip
 
 
-def _format(weight: ModelWeight) -> str | None:
-    """The one format of the stored matrices that make the tensor, if each of them is a whole matrix of it."""
+def _layout(weight: ModelWeight) -> str | None:
+    """`StoredWeight.layout` of the matrices that make the tensor, if it is one and each is a whole matrix of it."""
     pieces = weight.pieces
-    formats = {piece.weight.format for piece in pieces}
+    layouts = {piece.weight.layout for piece in pieces}
     is_whole = all(piece.part is None for piece in pieces) and (weight.is_stacked or len(weight.shape) == 2)
-    return formats.pop() if is_whole and len(formats) == 1 else None
+    return layouts.pop() if is_whole and len(layouts) == 1 else None
 
 
 def _fused_with(name: str) -> list[str]:

@@ -96,6 +96,14 @@ class StoredWeight:
                     raw["weight_packed"], self._scale(), self.shape[1], raw.get("weight_zero_point")
                 )
 
+    @property
+    def layout(self) -> str:
+        """`format` with what else a kernel has to know. Example: ``int4_g128``, groups of 128 without zero points."""
+        if self.format != "int4":
+            return self.format
+        group = self.shape[1] // self.parts["weight_scale"].shape[1]
+        return f"int4_g{group}{'_zero_points' if 'weight_zero_point' in self.parts else ''}"
+
     def nvfp4_multiplier(self) -> np.float32:
         """The float32 scale of an NVFP4 matrix as a multiplier, whatever its dialect stores."""
         if self.dialect == "compressed-tensors":

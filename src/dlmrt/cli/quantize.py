@@ -177,17 +177,15 @@ def _calibrated(
     from dlmrt.checkpoint.convert import DEFAULT_DIALECT, check_format
     from dlmrt.checkpoint.policy import quantized_files
     from dlmrt.checkpoint.scheme import Scheme
-    from dlmrt.decode.engine import Engine, with_stop_tokens
-    from dlmrt.decode.text import TextCodec
+    from dlmrt.decode.engine import Engine
     from dlmrt.eager.calibrate import WatchedDenoiser
 
     check_format(chosen["format"], ["calibration"])
     Scheme(format=chosen["format"], dialect=chosen["dialect"] or DEFAULT_DIALECT, has_static_inputs=True)  # checked now
     shapes = {name: weight.shape for name, weight in checkpoint.weights().items()}
     targets = quantized_files(checkpoint.config, shapes, chosen["policy"], chosen["ignore"])
-    codec = TextCodec.from_folder(checkpoint.folder)
     denoiser = WatchedDenoiser(checkpoint, targets)
-    engine = Engine(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
+    engine = Engine.over(checkpoint, lambda _: denoiser)
     for number, prompt in enumerate(prompts, start=1):
         engine.generate(prompt, max_tokens=max_tokens)
         notice(f"calibrated with prompt {number} of {len(prompts)}", quiet=quiet)

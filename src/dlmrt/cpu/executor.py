@@ -27,8 +27,9 @@ from dlmrt.cpu.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import UnknownOptionError, UnsupportedModelError, UsageError, nearest
 from dlmrt.models.config import ModelConfig
+from dlmrt.models.context import diffusion_of
 from dlmrt.models.families import family_of
-from dlmrt.program.denoiser import ProgramDenoiser, diffusion_of
+from dlmrt.program.denoiser import ProgramDenoiser
 from dlmrt.program.forwards import Formats
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Float32
@@ -61,6 +62,11 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
         self._store: ProgramStore
         store = ProgramStore(config, params, num_threads=_num_threads(num_threads), isa=isa)
         super().__init__(config, store, formats or FORMATS[dtype], dtype=dtype)
+
+    @property
+    def num_threads(self) -> int:
+        """CPU threads of forwards."""
+        return self._store.num_threads
 
     def assign(self, params: Mapping[str, Float32]) -> None:
         """Take other weights of the same shapes, in place, and forget the committed context."""
@@ -104,11 +110,14 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
 
 
 class LoopRun:
-    """A native loop that is running; closed runs end before their next forward."""
+    """A native loop that is running; closed runs end before their next forward.
+
+    It belongs to the process that started it: in a fork of it, reading is an error and closing does nothing.
+    """
 
     def __init__(self, program: NativeProgram) -> None:
         assert program.ring is not None
-        self._program, self._ring = program, program.ring
+        self._program, self._ring, self._process = program, program.ring, os.getpid()
         self._types = [np.dtype(program.record_types[kind]) for kind in RECORD_KINDS]
         self._ring.reset()
         program.runner.start()
@@ -128,7 +137,9 @@ class LoopRun:
         self._program.set(cancel=1)
 
     def close(self) -> None:
-        """End the loop and wait for it; records not read yet are lost."""
+        """End the loop and wait for it; records not read yet are lost. Any thread may, also several."""
+        if os.getpid() != self._process:
+            return
         self.cancel()
         self._ring.abandon()
         self._program.runner.join()
@@ -148,9 +159,9 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     """Load the weights of `checkpoint`.
 
     Args:
-        dtype: "auto": as the file holds them, float16 as bfloat16; where it holds layers in NVFP4 or INT8, whose inputs
-            are rounded to int8 in any case, the head is brought to int8 as well, and with it a tied embedding that no
-            residual pathway reads. Else a name of `FORMATS`, into which every matrix is brought.
+        dtype: "auto": as the file holds them, float16 as bfloat16; where it holds layers in NVFP4, INT8 or INT4, whose
+            inputs are rounded to int8 in any case, the head is brought to int8 as well, and with it a tied embedding
+            that no residual pathway reads. Else a name of `FORMATS`, into which every matrix is brought.
 
     Raises:
         DeviceError: the model does not fit the memory, or DLMRT_CPU_ISA names an instruction set that cannot run here.
@@ -165,8 +176,9 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
     kept = kept_formats(weights) if dtype == "auto" else {}
     if dtype == "auto":
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
+    shown = next(iter(kept.values()), dtype).partition("_")[0]
     return CpuDenoiser(
-        FileParams(weights, kept), checkpoint.config, dtype=next(iter(kept.values()), dtype), num_threads=num_threads,
+        FileParams(weights, kept), checkpoint.config, dtype=shown, num_threads=num_threads,
         isa=Environment.read().cpu_isa, formats=_with_kept(FORMATS[dtype], kept, checkpoint.config),
     )  # fmt: skip
 

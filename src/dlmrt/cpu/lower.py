@@ -1,9 +1,9 @@
 """Recorded program -> program of native kernels: control flow and loop as they are, model operations as passes.
 
 What is fused: the skip connection into the projection before it (`accumulate`), the norm with the packing or
-quantisation of the next projection's input, q, k and v into one projection whose epilogue normalises, rotates and
-stores, gate and up into one projection, the head with its statistics, so that logits exist only where something else
-reads them. The result is an ordinary `Program`, so `plan` places its scratch and `show` prints it.
+quantisation of the next projection's input, q, k and v into one node that projects, normalises, rotates, stores and
+attends, gate and up into one projection with their product, the head with its statistics, so that logits exist only
+where something else reads them. The result is an ordinary `Program`, so `plan` places its scratch and `show` prints it.
 
 Left out on purpose: choices per shape; kernels take any number of rows.
 

@@ -5,6 +5,7 @@ Source: ours; limits of control groups from the kernel's cgroup-v2 documentation
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,8 @@ from dlmrt.program.nodes import Buffer, maximum
 from dlmrt.program.plan import ALIGNMENT
 
 Bytes = npt.NDArray[np.uint8]
+
+_PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 
 
 def aligned(num_bytes: int) -> Bytes:
@@ -38,7 +41,10 @@ def array_of(buffer: Buffer, memory: Bytes) -> npt.NDArray[np.generic]:
 
 
 def rope_tables(rope: RopeConfig, head_dim: int, capacity: int) -> tuple[Bytes, Bytes]:
-    """Cosines and sines float32 [C, H / 2] as bytes. Phases are fp32 products, as in the eager executor."""
+    """Cosines and sines float32 [C, R / 2] as bytes, R of the head's numbers turning.
+
+    Phases are fp32 products, as in the eager executor; their cosines are rounded once, from fp64.
+    """
     inv_freq, factor = rope_inv_freq(rope, head_dim)
     phase = np.arange(capacity, dtype=np.float32)[:, None] * inv_freq
     tables = (np.cos(phase.astype(np.float64)), np.sin(phase.astype(np.float64)))
@@ -68,22 +74,33 @@ def check_fits(needed_bytes: int, what: str) -> None:
 
 def available_bytes() -> int | None:
     """Memory that can be had without swapping, None where the system does not say."""
-    limits = []
-    meminfo = Path("/proc/meminfo")
+    limits = list(_left_of_groups())
+    meminfo = _PROC / "meminfo"
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines() if ":" in line)
         if "MemAvailable" in fields:
             limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
-    group = Path("/sys/fs/cgroup")
-    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
-    if limit is not None and used is not None:
-        limits.append(max(limit - used, 0))
     return min(limits) if limits else None
 
 
-def _number(path: Path) -> int | None:
+def _left_of_groups() -> Iterator[int]:
+    """Of each limit on this process's control group and those around it: what is not in use, caches of files aside.
+
+    A group counts its caches as used, and gives them up before it refuses memory.
+    """
+    lines = _text(_PROC / "self/cgroup").splitlines()
+    group = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    for place in (Path(group), *Path(group).parents):
+        limit, used, stat = (_text(_GROUPS / place / f"memory.{name}") for name in ("max", "current", "stat"))
+        if limit.isdigit() and used.isdigit():
+            counts = dict(line.split() for line in stat.splitlines())
+            caches = sum(int(counts.get(name, 0)) for name in ("inactive_file", "active_file"))
+            yield max(int(limit) - int(used) + caches, 0)
+
+
+def _text(path: Path) -> str:
+    """Contents without the last line end, nothing of a file that cannot be read."""
     try:
-        text = path.read_text().strip()
+        return path.read_text().strip()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""

@@ -22,12 +22,12 @@ from dlmrt.program.record import describe_rope
 
 PAGE_SIZE = 64  # positions of a cache page
 ATTENTION_CHUNK = 4096  # positions whose scores a worker holds at once; up to here the softmax is exact in one piece
-INT4_GROUP = 128
 PANEL = 16  # columns that lie together in a packed weight
 
-DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4": 4}  # DType of kernels/args.hpp
-OPERANDS = {"float32": "float32", "bfloat16": "bfloat16", "int8": "int8", "nvfp4": "int8", "int4": "int8"}
-_GROUPS = {"nvfp4": 16, "int4": INT4_GROUP}
+# DType of kernels/args.hpp
+DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4_g32": 4, "int4_g128": 4}
+OPERANDS = {name: name if name in ("float32", "bfloat16") else "int8" for name in DTYPES}
+_GROUPS = {"nvfp4": 16, "int4_g32": 32, "int4_g128": 128}
 # Operations that multiply their `x` by a matrix.
 _MATRIX_INPUTS = {"linear", "qkv", "qkv_biased", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}
 
@@ -122,13 +122,12 @@ class Parts:
                 {"gate_up": gate_up} | product.operands("product_"), operand=DTYPES[cells.dtype],
                 product_operand=DTYPES[product.dtype], **({"is_gelu": 1} if op == "gelu_mul" else {}),
             )  # fmt: skip
-            self._linear(product, down, rows, out, accumulate)
-            return
-        self._linear(cells, weight, rows, gate_up, 0)
-        self._emit(
-            op, rows, {"gate_up": gate_up}, {"gate_up": gate_up} | product.operands(),
-            width=width, operand=DTYPES[product.dtype],
-        )  # fmt: skip
+        else:
+            self._linear(cells, weight, rows, gate_up, 0)
+            self._emit(
+                op, rows, {"gate_up": gate_up}, {"gate_up": gate_up} | product.operands(),
+                width=width, operand=DTYPES[product.dtype],
+            )  # fmt: skip
         self._linear(product, down, rows, out, accumulate)
 
     def _linear(self, cells: Cells, weight: Buffer, rows: Dim, out: Buffer, accumulate: int) -> None:

@@ -1,8 +1,9 @@
 """Programs of one model on the native runner: weights packed once, memory shared, programs bound at first use.
 
-All programs of a model share its packed weights, one arena of scratch (only one runs at a time) and the committed
-context. When the context must hold more positions, or a program needs more scratch, that memory is replaced and every
-program is bound anew at its next use: growth happens between requests, never while a program runs.
+All programs of a model share its packed weights, one arena of scratch, the threads' own scratch (only one runs at a
+time) and the committed context. When the context must hold more positions, or a program needs a larger arena, that
+memory is replaced and every program is bound anew at its next use: growth happens between requests, never while a
+program runs. What does not fit the memory is refused before anything is replaced, and leaves all as it was.
 
 Source: ours.
 """
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from dlmrt.checkpoint.tensorfile import encode
 from dlmrt.cpu import _native
 from dlmrt.cpu.lower import Lowered, lower
 from dlmrt.cpu.memory import Bytes, address, aligned, array_of, check_fits, rope_tables
@@ -31,7 +33,8 @@ from dlmrt.program.plan import Plan, plan
 Memory = tuple[int, int]  # address and bytes
 Place = Memory | _native.PackedWeight | _native.Ring  # or an object that owns its memory
 
-RING_SLOTS = 64
+RING_SLOTS = 64  # records; the reader is woken at half of them, which steps of any model fill slower than it wakes
+MAX_PROGRAMS = 16  # that are kept; a model's own forwards are 3 to 6, each kind of request adds one
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,34 +65,39 @@ class ProgramStore:
 
     def __init__(self, config: ModelConfig, params: Params, *, num_threads: int, isa: str = "") -> None:
         self.config = config
-        self.capacity = 0  # positions that the context holds
+        self.capacity = 0  # positions that the next program is recorded for
+        self._bound = 0  # and those that the context holds
+        self._least = 0  # positions that are asked for: `capacity` where memory is short
+        self._num_kept = 0  # of the context, when it grows
         try:
             self.isa = str(_native.instruction_set(isa))
         except ValueError as error:
             raise DeviceError(f"DLMRT_CPU_ISA: {error}") from error
         self._pool = _native.Pool(num_threads)
+        self.num_threads = self._pool.size
         self._params: Params | None = params
         self._packed: dict[tuple[str, str, str], _native.PackedWeight] = {}
         self._tables: dict[tuple[str, str, str], Bytes] = {}
         self._origins: dict[tuple[str, str, str], tuple[Buffer, ...]] = {}  # tensors that a weight was made of
         self._context: dict[str, Bytes] = {}
-        self._ropes: dict[str, Bytes] = {}
+        self._ropes = {rope_name(i, which): aligned(0) for i, _ in enumerate(ropes(config)) for which in ("cos", "sin")}
         self._arena = aligned(0)
         self._programs: dict[Hashable, NativeProgram] = {}
 
     def get(self, key: Hashable, record: Callable[[], Program]) -> NativeProgram:
-        """The program called `key`, recorded and bound at its first use."""
-        if key not in self._programs:
-            recorded = record()
-            lowered = lower(recorded, self.config)
-            placement = plan(lowered.program)
-            check_fits(self._missing_bytes(lowered.program, placement), "the model")
-            self._load_weights(lowered)
-            if placement.num_bytes > len(self._arena):
-                self._programs.clear()
-                self._arena = aligned(placement.num_bytes)
-            self._programs[key] = self._bind(lowered, placement, record_types(recorded))
-        return self._programs[key]
+        """The program called `key`, recorded and bound at its first use.
+
+        Raises:
+            DeviceError: there is no memory for it, or for the context that `reserve` asked for.
+        """
+        if self.capacity != self._bound or key not in self._programs:
+            try:
+                program = self._made(record)
+            finally:
+                self.capacity = self._least = self._bound
+            self._programs[key] = program
+        program = self._programs[key] = self._programs.pop(key)  # the last one is the one used last
+        return program
 
     def release_params(self) -> None:
         """Weights are packed: forget where they came from."""
@@ -105,34 +113,64 @@ class ProgramStore:
         self.release_params()
 
     def reserve(self, positions: int, kept: int) -> None:
-        """Make room for `positions` in the context, keeping the first `kept`."""
-        if positions <= self.capacity:
+        """Make room for `positions` in the context at the next `get`, keeping the first `kept`."""
+        if positions <= self._bound:
             return
         limit = self.config.max_position_embeddings
         wanted = max(positions, min(limit, max(1024, 1 << (positions - 1).bit_length())))
-        self.capacity = -(-wanted // PAGE_SIZE) * PAGE_SIZE
+        self.capacity, self._least = (-(-count // PAGE_SIZE) * PAGE_SIZE for count in (wanted, positions))
+        self._num_kept = kept
+
+    def _made(self, record: Callable[[], Program]) -> NativeProgram:
+        recorded, lowered, placement = self._fitting(record)
+        self._load_weights(lowered)
+        if self.capacity > self._bound:
+            self._grow()
+        if placement.num_bytes > len(self._arena):
+            self._programs.clear()
+            self._arena = aligned(placement.num_bytes)
+        while len(self._programs) >= MAX_PROGRAMS:
+            del self._programs[next(iter(self._programs))]
+        return self._bind(lowered, placement, record_types(recorded))
+
+    def _fitting(self, record: Callable[[], Program]) -> tuple[Program, Lowered, Plan]:
+        """What `record` gives, lowered and placed: for `capacity`, or for no more than is asked for if that fits."""
+        while True:
+            recorded = record()
+            lowered = lower(recorded, self.config)
+            placement = plan(lowered.program)
+            try:
+                check_fits(self._missing_bytes(lowered.program, placement, record_types(recorded)), "the model")
+            except DeviceError:
+                if self.capacity == self._least:
+                    raise
+                self.capacity = self._least
+            else:
+                return recorded, lowered, placement
+
+    def _grow(self) -> None:
         self._programs.clear()
+        self._bound = self.capacity
         for index, (rope, head_dim) in enumerate(ropes(self.config)):
             tables = rope_tables(rope, head_dim, self.capacity)
             self._ropes |= {rope_name(index, which): table for which, table in zip(("cos", "sin"), tables, strict=True)}
-        if not kept:
+        if not self._num_kept:
             self._context.clear()
 
-    def _missing_bytes(self, program: Program, placement: Plan) -> int:
-        """What `program` needs beside what is there: weights, context, other states, scratch."""
-        needed = max(placement.num_bytes - len(self._arena), 0)
+    def _missing_bytes(self, program: Program, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> int:
+        """What `program` needs beside what is there: weights, context, other states, scratch, the ring."""
+        needed = max(placement.num_bytes - len(self._arena), 0) + RING_SLOTS * _slot_bytes(types)
         for buffer in program.buffers():
-            if buffer.kind == "weight":
-                needed += 0 if self._has(buffer) else buffer.num_bytes
-            elif buffer.kind == "state":
-                needed += max(buffer.num_bytes - len(self._context.get(buffer.name, b"")), 0)
+            shared = self._ropes if buffer.kind == "weight" else self._context
+            if buffer.kind in ("weight", "state") and not self._has(buffer):
+                needed += max(buffer.num_bytes - len(shared.get(buffer.name, b"")), 0)
         return needed
 
     def _load_weights(self, lowered: Lowered) -> None:
         """Pack or copy the weights of a program that are not there yet."""
         # The largest first: what is read of a tensor lies beside what it becomes, best while little else is there.
         for buffer in sorted(lowered.program.buffers(), key=lambda buffer: buffer.num_bytes, reverse=True):
-            if buffer.kind != "weight" or self._has(buffer):
+            if buffer.kind != "weight" or self._has(buffer) or buffer.name in self._ropes:
                 continue
             self._origins[_key(buffer)] = lowered.sources.get(buffer, (buffer,))
             if buffer in lowered.sources:
@@ -141,8 +179,7 @@ class ProgramStore:
                 self._tables[_key(buffer)] = self._copy(buffer)
 
     def _has(self, buffer: Buffer) -> bool:
-        key = _key(buffer)
-        return key in self._packed or key in self._tables or buffer.name in self._ropes
+        return _key(buffer) in self._packed or _key(buffer) in self._tables
 
     def _param(self, name: str) -> Param:
         assert self._params is not None, f"{name} is asked for after the weights were packed"
@@ -174,15 +211,14 @@ class ProgramStore:
         values = self._param(buffer.name)
         assert isinstance(values, np.ndarray), f"{buffer.name} is read by rows"
         if buffer.dtype == "bfloat16":
-            bits = values if values.dtype == np.uint16 else _to_bfloat16(values.astype(np.float32, copy=False))
+            bits = values if values.dtype == np.uint16 else encode(values, "bfloat16")
             memory.view(np.uint16)[:] = bits.reshape(-1)
         else:
-            memory.view(np.float32)[:] = to_float32(values).reshape(-1)
+            memory.view(np.float32)[:] = as_float32(values).reshape(-1)
 
     def _bind(self, lowered: Lowered, placement: Plan, types: Mapping[str, npt.DTypeLike]) -> NativeProgram:
         program = lowered.program
-        slot_bytes = max((np.dtype(t).itemsize for t in types.values()), default=0)
-        ring = _native.Ring(RING_SLOTS, slot_bytes) if types else None
+        ring = _native.Ring(RING_SLOTS, _slot_bytes(types)) if types else None
         states: dict[str, npt.NDArray[np.generic]] = {}
         scalars: dict[str, npt.NDArray[np.generic]] = {}
         places: dict[Buffer, Place] = {}
@@ -205,7 +241,7 @@ class ProgramStore:
                     states[buffer.name] = array_of(buffer, memory)
         runner = _native.Runner(self._pool, self.isa)
         _add(runner, program.body, places)
-        check_fits(runner.scratch_bytes, "scratch of the threads")
+        check_fits(runner.missing_scratch_bytes, "scratch of the threads")
         return NativeProgram(runner=runner, scalars=scalars, states=states, ring=ring, record_types=types, memory=kept)
 
     def _state(self, buffer: Buffer) -> Bytes:
@@ -228,6 +264,11 @@ class ProgramStore:
         return address(table), len(table)
 
 
+def _slot_bytes(types: Mapping[str, npt.DTypeLike]) -> int:
+    """Size of the largest record."""
+    return max((np.dtype(t).itemsize for t in types.values()), default=0)
+
+
 def _key(buffer: Buffer) -> tuple[str, str, str]:
     return buffer.name, buffer.dtype, buffer.layout
 
@@ -245,16 +286,11 @@ def _add(runner: _native.Runner, body: tuple[Node, ...], places: Mapping[Buffer,
         runner.end()
 
 
-def to_float32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
+def as_float32(values: npt.NDArray[np.generic]) -> npt.NDArray[np.float32]:
     """float32, float16, or the bits of bfloat16 in uint16, as float32."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32, copy=False)
-
-
-def _to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
-    bits = np.ascontiguousarray(values).view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
 def _matrix(param: Param, index: int, is_stacked: bool) -> Matrix:
@@ -273,6 +309,7 @@ def _source(param: Matrix) -> _native.Source:
         dtype = "bfloat16" if param.dtype == np.uint16 else "float32"
         return DTYPES[dtype], address(param), param.shape[0], param.shape[1], 0, 0, 0.0
     rows, columns = param.shape
-    scales = 0 if param.row_scales is None else address(param.row_scales)
+    scales = 0 if param.scales is None else address(param.scales)
     block_scales = 0 if param.block_scales is None else address(param.block_scales)
-    return DTYPES[param.format], address(param.codes), rows, columns, scales, block_scales, param.multiplier
+    dtype = "nvfp4" if param.format == "nvfp4" else "int8"  # of the codes: those of INT4 come one in a byte
+    return DTYPES[dtype], address(param.codes), rows, columns, scales, block_scales, param.multiplier

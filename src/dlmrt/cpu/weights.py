@@ -1,9 +1,9 @@
 """Weights of a checkpoint as the native packer takes them: read when it asks for one, quantised ones as stored.
 
-A matrix that the file holds in NVFP4 or INT8 keeps its codes and scales: nothing is dequantised and quantised again.
-Formats without a kernel (FP8, INT4 with zero points), and matrices that are to be fused with one of another format, are
-dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier, whatever the dialect stores. Experts are
-read one at a time.
+A matrix that the file holds in NVFP4, INT8 or INT4 keeps its codes and scales: nothing is dequantised and quantised
+again. Formats without a kernel (FP8, INT4 with zero points or other groups than 32 and 128), and matrices that are to
+be fused with one of another format, are dequantised. The NVFP4 scale of a whole matrix is handed over as a multiplier,
+whatever the dialect stores. Experts are read one at a time.
 
 Source: ours; formats as in dlmrt.checkpoint.formats, layouts in csrc/kernels/pack.hpp.
 """
@@ -20,8 +20,9 @@ from dlmrt.checkpoint.assemble import ModelWeight, kept
 from dlmrt.checkpoint.formats import StoredWeight
 from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
 from dlmrt.errors import CheckpointError
+from dlmrt.ops.formats import unpack_int4
 
-KEPT = ("nvfp4", "int8")  # formats whose codes the kernels multiply
+KEPT = ("nvfp4", "int8", "int4_g32", "int4_g128")  # layouts whose codes the kernels multiply
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +31,8 @@ class Quantized:
 
     format: str  # of `KEPT`
     shape: tuple[int, int]
-    codes: npt.NDArray[np.generic]  # int8, or two e2m1 in each uint8
-    row_scales: npt.NDArray[np.float32] | None = None  # int8: one a row
+    codes: npt.NDArray[np.generic]  # int8, of INT4 too, or two e2m1 in each uint8
+    scales: npt.NDArray[np.float32] | None = None  # int8: one a row; int4: one a group [rows, groups]
     block_scales: npt.NDArray[np.uint8] | None = None  # nvfp4: e4m3 bits, one for 16 values
     multiplier: float = 1.0  # nvfp4: scale of the whole matrix
 
@@ -55,7 +56,7 @@ Params = Mapping[str, Param]
 
 
 def kept_formats(weights: Mapping[str, ModelWeight]) -> dict[str, str]:
-    """Name -> format of the matrices that can stay as they are stored."""
+    """Name -> layout of the matrices that can stay as they are stored."""
     return kept(weights, KEPT)
 
 
@@ -91,8 +92,12 @@ def _quantized(stored: StoredWeight) -> Quantized:
     if stored.format == "int8":
         scales = np.broadcast_to(to_float32(stored.parts["weight_scale"]).reshape(-1, 1), (rows, 1))
         return Quantized(
-            format="int8", shape=(rows, columns), codes=parts["weight"], row_scales=np.ascontiguousarray(scales[:, 0])
+            format="int8", shape=(rows, columns), codes=parts["weight"], scales=np.ascontiguousarray(scales[:, 0])
         )
+    if stored.format == "int4":
+        codes = np.ascontiguousarray(unpack_int4(parts["weight_packed"], columns).astype(np.int8))
+        scales = np.ascontiguousarray(to_float32(stored.parts["weight_scale"]))
+        return Quantized(format=stored.layout, shape=(rows, columns), codes=codes, scales=scales)
     block_scales = np.ascontiguousarray(parts["weight_scale"])
     if (block_scales > 0x7E).any():
         path = stored.parts["weight_scale"].path

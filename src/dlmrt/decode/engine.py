@@ -139,6 +139,9 @@ class Engine:
         config: of the checkpoint.
         codec: its tokenizer and chat template.
         generation_defaults: parsed generation_config.json.
+
+    Attributes:
+        num_threads: CPU threads that the executor computes on; None where it does not say.
     """
 
     def __init__(
@@ -152,6 +155,7 @@ class Engine:
         assert config.diffusion is not None
         self._diffusion: DiffusionConfig = config.diffusion
         self._denoiser: Denoiser | None = denoiser
+        self.num_threads: int | None = getattr(denoiser, "num_threads", None)
         self._check_tokenizer(codec)
         self._banned = banned_ids(config, codec.known_ids)
         self._allowed = np.setdiff1d(np.arange(config.vocab_size, dtype=np.int32), self._banned)
@@ -174,10 +178,16 @@ class Engine:
             revision: branch, tag or commit of a hub repository.
             adapter: folder of a residual adapter that was trained on this model (`dlmrt.checkpoint.adapter`).
         """
-        checkpoint = open_model(name_or_path, revision=revision, adapter=adapter)
+        return cls.over(
+            open_model(name_or_path, revision=revision, adapter=adapter),
+            lambda opened: make_denoiser(opened, executor=executor, dtype=dtype, num_threads=num_threads),
+        )
+
+    @classmethod
+    def over(cls, checkpoint: Checkpoint, denoiser_of: Callable[[Checkpoint], Denoiser]) -> Engine:
+        """An engine over an open checkpoint; its tokenizer is read before `denoiser_of` loads its weights."""
         codec = TextCodec.from_folder(checkpoint.folder)
-        denoiser = make_denoiser(checkpoint, executor=executor, dtype=dtype, num_threads=num_threads)
-        return cls(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
+        return cls(denoiser_of(checkpoint), with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
 
     def _check_tokenizer(self, codec: TextCodec) -> None:
         """Refuse a tokenizer that does not belong to the model, or that can write the mask token as text."""

@@ -54,11 +54,13 @@ def predict(
         open_L: slots that need a draw; the others get their argmax. None: all.
 
     Raises:
-        NonFiniteError: a logit is NaN or infinite, or becomes so when tempered; the message names block and step.
+        NonFiniteError: the logit of an id that is not banned is NaN or infinite, or becomes so when tempered; the
+            message names block and step.
     """
     rows = np.arange(len(logits_LV))
     with np.errstate(over="ignore"):
         scaled = logits_LV / np.float32(sampling.temperature)
+    scaled[:, banned] = 0  # whatever they are
     if not np.isfinite(scaled).all():
         raise non_finite_error(np.flatnonzero(~np.isfinite(scaled).all(axis=1)).tolist(), block=block, step=step)
     scaled[:, banned] = -np.inf

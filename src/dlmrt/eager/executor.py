@@ -26,6 +26,7 @@ from torch import Tensor
 from dlmrt.checkpoint.load import Checkpoint, load_params
 from dlmrt.errors import UsageError
 from dlmrt.models.config import DiffusionConfig, ModelConfig
+from dlmrt.models.context import ContextChecks, check_ids, diffusion_of
 from dlmrt.models.families import family_of
 from dlmrt.ops import eager
 from dlmrt.ops.spec import Ops
@@ -34,7 +35,7 @@ from dlmrt.types import Bool, Float32, Int32
 _OPS = cast(Ops, eager)
 
 
-class EagerDenoiser:
+class EagerDenoiser(ContextChecks):
     """Implements `dlmrt.types.Denoiser`.
 
     Args:
@@ -47,11 +48,8 @@ class EagerDenoiser:
     name = "eager"
 
     def __init__(self, params: Mapping[str, Tensor], config: ModelConfig, *, ops: Ops = _OPS) -> None:
-        self.config = config
-        self.diffusion = _diffusion(config)
-        self.vocab_size = config.vocab_size
+        super().__init__(config)
         self._family = family_of(config)
-        self.has_residual = self._family.has_residual(config)
         self._params, self._ops = params, ops
         self._table = params[self._family.EMBEDDING]
         self._device = self._table.device
@@ -76,38 +74,30 @@ class EagerDenoiser:
             self._params[name].copy_(torch.from_numpy(values))
 
     @property
+    def num_threads(self) -> int | None:
+        """CPU threads of forwards, torch's for the whole process; None on another device."""
+        return torch.get_num_threads() if self._device.type == "cpu" else None
+
+    @property
     def context_length(self) -> int:
         """Committed tokens whose keys and values are final."""
         return self._keys[0].shape[1]
 
     @torch.inference_mode()
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens.
-
-        Raises:
-            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
-        """
-        if not 0 <= length <= self.context_length:
-            raise UsageError(f"cannot truncate a context of {self.context_length} tokens to {length}")
-        if length < self.context_length:
-            self._check_boundary(length)
+        """See `Denoiser.truncate`."""
+        self._check_truncation(length)
         self._keys = [k[:, :length] for k in self._keys]
         self._values = [v[:, :length] for v in self._values]
         self._hidden = self._hidden[:, :length]
 
     @torch.inference_mode()
     def extend(self, ids_S: Int32) -> None:
-        """Append final ids to the committed context, visible to each other as the config says.
-
-        Raises:
-            UsageError: the context ends inside a block of a block-causal model: its tokens would have to see these.
-        """
+        """See `Denoiser.extend`."""
         if not len(ids_S):
             return
         start = self.context_length
-        if not start and self.diffusion.block_anchor == "prompt_end":
-            self._grid = len(ids_S) % self.diffusion.canvas_length
-        self._check_boundary(start)
+        self._check_extension(ids_S)
         keys = torch.arange(start + len(ids_S), device=self._device)
         rows = keys[start:]
         visible = self._per_layer(
@@ -119,29 +109,16 @@ class EagerDenoiser:
 
     @torch.inference_mode()
     def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
-        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i.
-
-        Args:
-            canvas_L: ids of the canvas, slot 0 at position `context_length`.
-            residual_LD: z as `soft_embedding` gives it; None stands for 0.
-            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
-
-        Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
-                the grid starts at position 0: then a short prompt stands in the first block.
-        """
+        """See `Denoiser.forward`."""
         return _numpy(self._logits(canvas_L, residual_LD, where_L))
 
     def _logits(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Tensor:
+        self._check_canvas(canvas_L, residual_LD)
         z, where = self._residual(canvas_L, residual_LD, where_L)
         start, length = self.context_length, len(canvas_L)
         visible = self._per_layer(
             lambda window: canvas_visible(self.diffusion, start, length, window=window, device=self._device)
         )
-        if self.diffusion.logit_shift and not start and self.diffusion.block_anchor == "prompt_end":
-            raise UsageError(
-                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
-            )
         if self.diffusion.logit_shift and start and length == 1:
             hidden = self._hidden[:, -1:]  # next-token prediction: the only row is a committed one
         else:
@@ -155,7 +132,7 @@ class EagerDenoiser:
 
     @torch.inference_mode()
     def soft_embedding(self, probs_LV: Float32) -> Float32:
-        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+        """See `Denoiser.soft_embedding`."""
         return _numpy(self._soft_embedding(torch.from_numpy(probs_LV).to(self._device)))
 
     def _soft_embedding(self, probs: Tensor) -> Tensor:
@@ -173,7 +150,7 @@ class EagerDenoiser:
         where: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Final hidden states [1, T, D] of rows behind the context, which they join if they are `is_context`."""
-        ids = _checked_ids(ids_T, self.vocab_size).to(self._device)
+        ids = _indices(ids_T).to(self._device)
         positions = torch.arange(self.context_length, self.context_length + len(ids_T), device=self._device)
         attend = eager.CachedAttention(self._keys, self._values, visible, write=is_context)
         hidden: Tensor = self._family.forward(
@@ -187,23 +164,9 @@ class EagerDenoiser:
     ) -> tuple[Tensor | None, Tensor | None]:
         if residual_LD is None:
             return None, None
-        if not self.has_residual:
-            raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
-        if residual_LD.shape != (len(canvas_L), self.config.hidden_size):
-            wanted = [len(canvas_L), self.config.hidden_size]
-            raise UsageError(f"the residual has shape {list(residual_LD.shape)}; it must have {wanted}")
-        if where_L is None and self.diffusion.residual.where == "masked":
-            where_L = np.asarray(canvas_L) == self.diffusion.mask_token_id
+        where_L = self._residual_rows(canvas_L, where_L)
         z = torch.from_numpy(residual_LD).to(self._device, self._table.dtype)
         return z[None], None if where_L is None else torch.from_numpy(where_L).to(self._device)[None]
-
-    def _check_boundary(self, length: int) -> None:
-        block = self.diffusion.canvas_length
-        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
-            raise UsageError(
-                f"the committed context would end at {length}, inside a block of {block} positions that see each "
-                "other; commit and truncate whole blocks"
-            )
 
 
 def context_visible(
@@ -253,7 +216,7 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
         if num_threads < 1:
             raise UsageError(f"num_threads is {num_threads}; it must be at least 1")
         torch.set_num_threads(num_threads)
-    _diffusion(checkpoint.config)
+    diffusion_of(checkpoint.config)
     return EagerDenoiser(load_params(checkpoint, dtype=dtype), checkpoint.config)
 
 
@@ -264,7 +227,8 @@ def dense_logits(
 ) -> Float32:  # fmt: skip
     """Logits float32 [S, V] of a whole sequence under one mask, no cache, no shift: row i is the model's own row i."""
     family = family_of(config)
-    ids = _checked_ids(ids_S, config.vocab_size)
+    check_ids(ids_S, config.vocab_size)
+    ids = _indices(ids_S)
     z = None if residual_SD is None else torch.from_numpy(residual_SD).to(params[family.EMBEDDING].dtype)
     where = None if where_S is None else torch.from_numpy(where_S)
     hidden = family.forward(
@@ -275,18 +239,7 @@ def dense_logits(
     return _numpy(family.head(_OPS, params, config, hidden)[0])
 
 
-def _diffusion(config: ModelConfig) -> DiffusionConfig:
-    if config.diffusion is None:
-        raise UsageError(
-            f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
-            "section to config.json"
-        )
-    return config.diffusion
-
-
-def _checked_ids(ids: Int32, vocab_size: int) -> Tensor:
-    if len(ids) and (np.min(ids) < 0 or np.max(ids) >= vocab_size):
-        raise UsageError(f"token ids must lie within 0..{vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
+def _indices(ids: Int32) -> Tensor:
     return torch.from_numpy(np.asarray(ids, dtype=np.int64))
 
 

@@ -179,7 +179,7 @@ class Group:
             reason = ""
             try:
                 attempt()
-            except (ImportError, RuntimeError, NotImplementedError) as error:
+            except (ImportError, AttributeError, RuntimeError) as error:
                 reason = _first_line(error)
             for rank, found in enumerate(self.pulse.meet(name, reason, JOIN_S)):
                 if found:

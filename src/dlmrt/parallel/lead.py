@@ -35,7 +35,7 @@ import torch
 
 from dlmrt.checkpoint.load import Checkpoint, load_params
 from dlmrt.env import Environment
-from dlmrt.errors import DeviceError, DlmrtError, UsageError
+from dlmrt.errors import DeviceError, NonFiniteError, UsageError
 from dlmrt.parallel.denoiser import ShardedDenoiser
 from dlmrt.parallel.group import JOIN_S, Group
 from dlmrt.parallel.layout import Layout
@@ -51,6 +51,9 @@ logger = logging.getLogger(__name__)
 
 _METHODS = ("reset", "truncate", "extend", "forward", "soft_embedding", "predict", "predicted_residual", "prepare_loop",
             "launch_loop")  # fmt: skip
+# What a call raises on every rank or on none: of its arguments, and of statistics that all have. Anything else may be
+# one rank's alone, and a rank that goes on without the others' last collective is out of step.
+_SHARED_ERRORS = (UsageError, NonFiniteError)
 _KEPT = "as before"  # stands for an argument that the follower has: it was in the last call, or made by it
 
 
@@ -91,6 +94,7 @@ class _Leader:
         self._part, self._group, self._kept = part, group, _Kept()
         self.dtype, self.vocab_size, self.has_residual = part.dtype, part.vocab_size, part.has_residual
         self.num_ranks = group.size
+        self.num_threads = part.num_threads  # of this rank
         self._numbers = 0
 
     def reset(self) -> None:
@@ -129,10 +133,11 @@ class _Leader:
         self._group.command(pickle.dumps(command, protocol=pickle.HIGHEST_PROTOCOL))
         try:
             return getattr(self._part, method)(**arguments)
-        except DlmrtError:
+        except _SHARED_ERRORS:
             raise
-        except Exception as error:  # the others are in the middle of it
-            self._group.fail(error)
+        except Exception as error:
+            if self._group.loss is None:  # the others are in the middle of it
+                self._group.fail(error)
             raise
 
     def _residual(self, z: Float32) -> Float32:
@@ -240,10 +245,8 @@ def obey(part: ShardedDenoiser | DeviceDenoiser, group: Group) -> None:
         group.do(f"command {number}, {what}", number=number)
         try:
             result = getattr(part, method)(**kept.unpacked(arguments))
-        except DeviceError:
-            raise
-        except DlmrtError:
-            continue  # the same on every rank: rank 0's caller is told
+        except _SHARED_ERRORS:
+            continue  # rank 0's caller is told
         if method in ("predicted_residual", "soft_embedding"):
             kept.values["residual_LD"] = result
 

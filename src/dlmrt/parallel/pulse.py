@@ -36,6 +36,7 @@ class Pulse:
         self, store: Any, rank: int, size: int, *, limit_s: float, on_loss: Callable[[str], None] | None = None
     ) -> None:
         self.store, self.rank, self.size, self.limit_s = store, rank, size, limit_s
+        self._suspect_s = min(SUSPECT_S, limit_s)
         self.doing = "starting"  # written by whoever does it
         self.place = (0, 0)  # command, collective in it: who is behind keeps the others waiting
         self.on_loss = on_loss
@@ -64,11 +65,15 @@ class Pulse:
 
     def report(self) -> str:
         """Who is to blame for a failed collective, after waiting for silence to show; ends with the way out."""
-        until = time.monotonic() + SUSPECT_S + 1
-        while not (self._failed() or self._silent(SUSPECT_S)) and time.monotonic() < until and not self._lost_store:
+        until = time.monotonic() + self._suspect_s + 1
+        while not (self._failed() or self._silent(self._suspect_s)) and time.monotonic() < until:
+            if self._lost_store:
+                break
             time.sleep(BEAT_S)
+            if threading.current_thread() is self._thread:  # whose beats nobody else makes
+                self._try_beat()
         # One that has failed may be the victim of one that is silent; whoever left in order was told to.
-        suspects = self._silent(SUSPECT_S) or self._failed()
+        suspects = self._silent(self._suspect_s) or self._failed()
         if self._lost_store is not None and not suspects:
             return f"rank 0 of {self.size}, or the store that it keeps, is gone ({self._lost_store}); start all again"
         if not suspects:
@@ -124,16 +129,19 @@ class Pulse:
 
     def _run(self) -> None:
         while not self._end.wait(BEAT_S):
-            try:
-                self._beat()
-            except RuntimeError as error:
-                self._lose_store(error)
+            self._try_beat()
             lost = self._silent(self.limit_s) or self._failed()
             if (lost or self._lost_store) and self.on_loss is not None:
                 on_loss, self.on_loss = self.on_loss, None
                 on_loss(self.report())
             if self._lost_store:
                 return
+
+    def _try_beat(self) -> None:
+        try:
+            self._beat()
+        except RuntimeError as error:
+            self._lose_store(error)
 
     def _beat(self) -> None:
         with self._lock:
@@ -184,7 +192,7 @@ class Pulse:
         how = "lives, but the others wait for it"
         if self._others[rank]["state"] == "failed":
             how = "has failed"
-        elif quiet_s > SUSPECT_S:
+        elif quiet_s > self._suspect_s:
             how = f"has not been heard of for {quiet_s:.1f} s"
         return f"rank {rank} of {self.size} {how}; it was at: {self._words(rank)}"
 

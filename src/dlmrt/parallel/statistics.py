@@ -55,12 +55,13 @@ def predict(
         open_L: slots that need a draw; the others get their argmax. None: all.
 
     Raises:
-        NonFiniteError: a logit of some rank is NaN or infinite, or becomes so when tempered; raised on every rank.
+        NonFiniteError: some rank has a logit, of an id that is not banned, that is NaN or infinite or becomes so when
+            tempered; raised on every rank.
     """
     rows = torch.arange(len(logits_LW), device=logits_LW.device)
     # Divided by a tensor: torch multiplies by the reciprocal of a number on a GPU.
     scaled = logits_LW.float() / torch.tensor(sampling.temperature, dtype=torch.float32, device=logits_LW.device)
-    is_finite = torch.isfinite(scaled).all(1)
+    is_finite = (torch.isfinite(scaled) | banned_W).all(1)
     scaled = scaled.masked_fill(banned_W, -math.inf)
     top = scaled.max(1)
     best = group.gather(torch.stack((top.values.double(), (top.indices + first).double(), is_finite.double())))

@@ -1,4 +1,4 @@
-"""A denoiser whose forwards are recorded programs: the context, checks of requests, which program runs, its inputs.
+"""A denoiser whose forwards are recorded programs: the context, which program runs, its inputs.
 
 Executors that run programs differ in how one is bound, filled and run; that is a store of programs and two methods.
 
@@ -13,13 +13,14 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.errors import UsageError
-from dlmrt.models.config import DiffusionConfig, ModelConfig
-from dlmrt.models.families import family_of
+from dlmrt.models.config import ModelConfig
+from dlmrt.models.context import ContextChecks, diffusion_of
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.nodes import Program
 from dlmrt.program.shard import Shard
 from dlmrt.types import Bool, Float32, Int32
+
+__all__ = ["MAX_ROWS", "ProgramDenoiser", "Store", "diffusion_of"]
 
 MAX_ROWS = 512  # of one forward that extends the context
 
@@ -42,7 +43,7 @@ class Store(Protocol[Made_co]):
         """Weights are where programs read them: forget where they came from."""
 
 
-class ProgramDenoiser(Generic[Bound]):
+class ProgramDenoiser(ContextChecks, Generic[Bound]):
     """What `dlmrt.types.Denoiser` asks for, but for `_run` and `_result`.
 
     Args:
@@ -56,15 +57,12 @@ class ProgramDenoiser(Generic[Bound]):
     def __init__(
         self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str, shard: Shard | None = None
     ) -> None:
-        self.config, self._shard = config, shard
-        self.diffusion = diffusion_of(config)
+        super().__init__(config)
+        self._shard = shard
         self.dtype = dtype
-        self.vocab_size = config.vocab_size
-        self.has_residual = family_of(config).has_residual(config)
         self._formats = formats
         self._store: Store[Bound] = store
         self._length = 0
-        self._grid = 0  # where a block starts, modulo its length
         # Every weight that any program reads is brought to its place now.
         self._store.reserve(1, 0)
         self._canvas(self.diffusion.canvas_length)  # first: it reads the head, the largest matrix
@@ -91,31 +89,17 @@ class ProgramDenoiser(Generic[Bound]):
         return self._length
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens.
-
-        Raises:
-            UsageError: `length` is outside the context, or cuts a block whose tokens have seen each other.
-        """
-        if not 0 <= length <= self._length:
-            raise UsageError(f"cannot truncate a context of {self._length} tokens to {length}")
-        if length < self._length:
-            self._check_boundary(length)
+        """See `Denoiser.truncate`."""
+        self._check_truncation(length)
         self._length = length
 
     def extend(self, ids_S: Int32) -> None:
-        """Append final ids to the committed context, visible to each other as the config says.
-
-        Raises:
-            UsageError: an id outside the vocabulary, too many positions, or a context that ends inside a block of a
-                block-causal model: its tokens would have to see these.
-        """
+        """See `Denoiser.extend`."""
         if not len(ids_S):
             return
         block = self.diffusion.canvas_length
-        if not self._length and self.diffusion.block_anchor == "prompt_end":
-            self._grid = len(ids_S) % block
-        self._check_boundary(self._length)
-        self._reserve(ids_S)
+        self._check_extension(ids_S)
+        self._store.reserve(self._length + len(ids_S), self._length)
         chunk, program = self._max_rows, self._extension()
         is_causal = self.diffusion.context_attention == "causal" or self.diffusion.in_block_attention == "causal"
         # The first chunk ends where a block does, as all later ones then do.
@@ -129,22 +113,10 @@ class ProgramDenoiser(Generic[Bound]):
             self._length += len(ids)
 
     def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
-        """Logits float32 [L, V] of a canvas behind the context; row i predicts canvas position i.
-
-        Args:
-            canvas_L: ids of the canvas, slot 0 at position `context_length`.
-            residual_LD: z as `soft_embedding` gives it; None stands for 0.
-            where_L: rows that receive z; None: as the config says (all, or those that hold the mask token).
-
-        Raises:
-            UsageError: a residual for a model without the pathway, or shifted logits behind an empty context, unless
-                the grid starts at position 0: then a short prompt stands in the first block.
-        """
+        """See `Denoiser.forward`."""
         start, length = self._length, len(canvas_L)
-        self._check_shift(start)
-        if residual_LD is not None and not self.has_residual:
-            raise UsageError("this checkpoint has no residual pathway (diffusion.residual.kind is 'none'); pass None")
-        self._reserve(canvas_L)
+        self._check_canvas(canvas_L, residual_LD)
+        self._store.reserve(start + length, start)
         program = self._canvas(length)
         positions = np.arange(start, start + length, dtype=np.int32)
         is_causal = self.diffusion.in_block_attention == "causal"
@@ -156,14 +128,13 @@ class ProgramDenoiser(Generic[Bound]):
         if self.has_residual:
             scalars["has_residual"] = residual_LD is not None
         if residual_LD is not None:
-            is_local = self.diffusion.residual.where == "masked"
-            everywhere = canvas_L == self.diffusion.mask_token_id if is_local else np.ones(length, dtype=bool)
-            inputs |= {"residual": residual_LD, "where": everywhere if where_L is None else where_L}
+            where = self._residual_rows(canvas_L, where_L)
+            inputs |= {"residual": residual_LD, "where": np.ones(length, dtype=bool) if where is None else where}
         self._run(program, inputs, **scalars)
         return self._result(program, "logits", length)
 
     def soft_embedding(self, probs_LV: Float32) -> Float32:
-        """The residual z float32 [L, D] that `forward` takes: probabilities times the input embedding."""
+        """See `Denoiser.soft_embedding`."""
         program = self._soft(len(probs_LV))
         self._run(program, {"probs": probs_LV}, rows=len(probs_LV))
         return self._result(program, "residual", len(probs_LV))
@@ -198,39 +169,3 @@ class ProgramDenoiser(Generic[Bound]):
             ("soft_embedding", rows),
             lambda: record_soft_embedding(self.config, self._formats, max_rows=rows, shard=self._shard),
         )
-
-    def _reserve(self, ids: Int32) -> None:
-        self._check_ids(ids)
-        self._store.reserve(self._length + len(ids), self._length)
-
-    def _check_ids(self, ids: npt.NDArray[np.generic]) -> None:
-        if len(ids) and (np.min(ids) < 0 or np.max(ids) >= self.vocab_size):
-            raise UsageError(f"token ids must lie within 0..{self.vocab_size - 1}; got {np.min(ids)}..{np.max(ids)}")
-
-    def _check_shift(self, num_committed: int) -> None:
-        if self.diffusion.logit_shift and not num_committed and self.diffusion.block_anchor == "prompt_end":
-            raise UsageError(
-                "a model with logit_shift 1 predicts slot 0 from the token before it; commit one token first"
-            )
-
-    def _check_boundary(self, length: int) -> None:
-        block = self.diffusion.canvas_length
-        if self.diffusion.context_attention == "block_causal" and length and (length - self._grid) % block:
-            raise UsageError(
-                f"the committed context would end at {length}, inside a block of {block} positions that see each "
-                "other; commit and truncate whole blocks"
-            )
-
-
-def diffusion_of(config: ModelConfig) -> DiffusionConfig:
-    """The section of `config` that makes the model a diffusion model.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if config.diffusion is None:
-        raise UsageError(
-            f"{config.architecture} without a 'diffusion' section is an auto-regressive model; convert it, or add the "
-            "section to config.json"
-        )
-    return config.diffusion

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from dlmrt.models.config import RopeConfig
 from dlmrt.ops.spec import Attend
@@ -23,7 +23,7 @@ from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Va
 from dlmrt.program.signatures import Operand, signature
 
 URGENT = "is_urgent"  # operand of `publish` that is not part of the record
-WEIGHT_TYPES = ("float32", "bfloat16", "int8", "fp8", "nvfp4", "int4")
+WEIGHT_TYPES = ("float32", "bfloat16", "int8", "fp8", "nvfp4", "int4_g32", "int4_g128")
 
 
 class RecordError(ValueError):
@@ -320,9 +320,23 @@ class CacheAttention:
 
 
 def describe_rope(rope: RopeConfig) -> str:
-    """A rotary embedding for listings and comparisons: kind, base, and the share of a head that turns if not all."""
-    share = "" if rope.partial_rotary_factor == 1 else f"/{rope.partial_rotary_factor:g}"
-    return f"{rope.kind}/{rope.theta:g}{share}"
+    """A rotary embedding for listings, no two alike: kind, base, the share of a head that turns if not all, the rest.
+
+    Example: ``yarn/10000/factor=4.0/original_max_position_embeddings=32``.
+    """
+    share = "" if rope.partial_rotary_factor == 1 else f"/{_digits(rope.partial_rotary_factor)}"
+    shown = ("theta", "kind", "partial_rotary_factor")
+    others = (field for field in fields(rope) if field.name not in shown)
+    rest = (
+        f"/{field.name}={getattr(rope, field.name)}" for field in others if getattr(rope, field.name) != field.default
+    )
+    return f"{rope.kind}/{_digits(rope.theta)}{share}{''.join(rest)}"
+
+
+def _digits(value: float) -> str:
+    """A number in six digits, or in all that it has."""
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def describe(shape: tuple[Dim, ...]) -> str:

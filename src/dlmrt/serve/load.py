@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dlmrt.checkpoint.load import Checkpoint
-from dlmrt.decode.engine import Engine, make_denoiser, open_model, with_stop_tokens
-from dlmrt.decode.text import TextCodec
+from dlmrt.decode.engine import Engine, make_denoiser, open_model
 from dlmrt.errors import UsageError
 from dlmrt.models.config import read_json
 from dlmrt.serve.faults import FaultyDenoiser, before_load, parse_faults
@@ -48,14 +47,14 @@ def load_engine(config: LoadConfig) -> Engine:
     """
     faults = parse_faults(config.fault)
     before_load(faults)
-    checkpoint = open_source(config)
-    denoiser: Denoiser = make_denoiser(
-        checkpoint, executor=config.executor, dtype=config.dtype, num_threads=config.num_threads
-    )
-    if faults:
-        denoiser = FaultyDenoiser(denoiser, faults)
-    codec = TextCodec.from_folder(checkpoint.folder)
-    return Engine(denoiser, with_stop_tokens(checkpoint.config, codec), codec, checkpoint.generation)
+
+    def denoiser_of(checkpoint: Checkpoint) -> Denoiser:
+        denoiser = make_denoiser(
+            checkpoint, executor=config.executor, dtype=config.dtype, num_threads=config.num_threads
+        )
+        return FaultyDenoiser(denoiser, faults) if faults else denoiser
+
+    return Engine.over(open_source(config), denoiser_of)
 
 
 def open_source(config: LoadConfig) -> Checkpoint:

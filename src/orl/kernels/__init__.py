@@ -25,7 +25,7 @@ def staircase_attention(layout: Sequence[Layout], config: ModelConfig, *, device
     if kind == "auto":
         kind = "triton" if device.startswith("cuda") else "enumerated"
     if kind == "enumerated":
-        return StaircaseAttention(layout, config.diffusion)
+        return StaircaseAttention(layout, config.diffusion, device=device)
     layers = [Intervals.of(layout, config.diffusion)] * config.num_layers
     if kind == "flex":
         from orl.kernels.flex import FlexStaircase

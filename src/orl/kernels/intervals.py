@@ -2,7 +2,9 @@
 
 A clean row sees clean rows up to a bound. A noisy row sees the clean rows before its canvas, and its canvas. Both are
 half-open runs of packed rows, so four integers a row say everything, a tile of rows knows the keys it must visit, and
-no mask over pairs exists anywhere. A sliding window only moves the first interval's beginning.
+no mask over pairs exists anywhere.
+
+Left out on purpose: sliding windows; the families that have them are replayed in two passes (`orl.two_pass`).
 
 Legend: T packed rows.
 
@@ -18,9 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.models.config import DiffusionConfig
+from dlmrt.types import Int32
 from orl.attention import Layout
-
-Int32 = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,36 +32,24 @@ class Intervals:
     high_2T: Int32
 
     @classmethod
-    def of(cls, layout: Sequence[Layout], diffusion: DiffusionConfig, *, window: int | None = None) -> Intervals:
-        """Of the packed rows that `layout` describes.
-
-        Args:
-            window: positions that a row sees, itself included; a canvas whose slots all see each other counts as one
-                position.
-        """
+    def of(cls, layout: Sequence[Layout], diffusion: DiffusionConfig) -> Intervals:
+        """Of the packed rows that `layout` describes."""
         low: list[Int32] = []
         high: list[Int32] = []
-        length = diffusion.canvas_length
+        length, is_causal = diffusion.canvas_length, diffusion.in_block_attention == "causal"
+        slot = np.arange(length)
+        end = slot + 1 if is_causal else np.full(length, length)  # of the own canvas, for each slot
         for first, num_clean, grid, canvases in layout:
             position = np.arange(num_clean)
             bound = position + 1
-            if diffusion.context_attention == "block_causal" and diffusion.in_block_attention != "causal":
+            if diffusion.context_attention == "block_causal" and not is_causal:
                 bound = np.minimum(((position - grid) // length + 1) * length + grid, num_clean)
-            begin = np.zeros_like(position) if window is None else np.maximum(position - window + 1, 0)
             nothing = np.zeros(num_clean, dtype=np.int32)
-            low.append(np.stack([first + begin, nothing]).astype(np.int32))
+            low.append(np.stack([np.full(num_clean, first), nothing]).astype(np.int32))
             high.append(np.stack([first + bound, nothing]).astype(np.int32))
             for group in canvases:
-                slot = np.arange(length)
-                is_causal = diffusion.in_block_attention == "causal"
-                end = slot + 1 if is_causal else np.full(length, length)
-                behind, own = np.zeros_like(slot), np.zeros_like(slot)  # where context and canvas begin for each slot
-                if window is not None:
-                    seen_by = group.start + slot if is_causal else np.full(length, group.start)
-                    behind = np.clip(seen_by - window + 1, 0, group.start)
-                    own = np.maximum(slot - window + 1, 0) if is_causal else own
                 for canvas in range(group.first_row, group.first_row + group.count * length, length):
-                    low.append(np.stack([first + behind, canvas + own]).astype(np.int32))
+                    low.append(np.stack([np.full(length, first), np.full(length, canvas)]).astype(np.int32))
                     high.append(np.stack([np.full(length, first + group.start), canvas + end]).astype(np.int32))
         return cls(low_2T=np.concatenate(low, axis=1), high_2T=np.concatenate(high, axis=1))
 

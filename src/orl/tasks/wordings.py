@@ -14,8 +14,8 @@ from random import Random
 
 from orl.tasks.types import ANSWER_MARK, Problem, derive_seed
 
-# The words are whole tokens of dlmrt-tiny's vocabulary: one that falls into pieces invites answers such as "4ow", half a
-# number and half a "Now".
+# The words are whole tokens of the vocabulary of dlmrt-tiny: one that falls into pieces invites answers such as "4ow",
+# half a number and half a "Now".
 # Forms of a line "left = right" without words.
 _EQUATION_FORMS: tuple[Callable[[str, str], str], ...] = (
     lambda left, right: f"{left} = {right}",

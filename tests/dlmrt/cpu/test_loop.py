@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
+import signal
 import threading
 import time
 
@@ -24,9 +25,10 @@ from pairs import (
 
 from dlmrt.cpu import executor
 from dlmrt.decode.loop import BlockEvent, StepEvent
+from dlmrt.decode.native import run_loop
 from dlmrt.errors import NonFiniteError
 from dlmrt.program.loop import record_loop
-from dlmrt.testing import END, tiny_config
+from dlmrt.testing import END, MASK, tiny_config
 
 RULES = {
     "threshold": {"threshold": 0.02},
@@ -63,6 +65,20 @@ MODELS = {
     "autoregressive": {
         "diffusion": {"canvas_length": 1, "noise": "uniform", "logit_shift": 1, "in_block_attention": "causal"}
     },
+}  # fmt: skip
+
+# What a block's steps carry on beside the canvas, and requests that use it: diffusion section, settings.
+STATES = {
+    "decided first slot": (
+        {"logit_shift": 1, "block_anchor": "position_zero"},
+        {"commit_rule": "sub_blocks", "threshold": 0.02, "sub_block_length": 3},
+    ),
+    "known rows": ({"logit_shift": 1, "in_block_attention": "causal"}, {"threshold": 0.02}),
+    "tried ids": (
+        {"delete_token_id": 5, "split_token_id": 6, "context_attention": "block_causal",
+         "block_anchor": "position_zero"},
+        {"commit_rule": "joint_threshold_indel", "threshold": 0.5, "edit_threshold": 0.0},
+    ),
 }  # fmt: skip
 
 
@@ -313,8 +329,6 @@ def test_more_threads_than_cores_give_the_same_bytes(monkeypatch, rng):
 
 
 def test_a_reader_that_leaves_stops_the_loop(models):
-    from dlmrt.decode.native import run_loop
-
     config, _, cpu = models("mask")
     stream = run_loop(cpu, request_for(config, range(10), max_tokens=400, threshold=1.0))
     for _ in range(3):
@@ -390,3 +404,131 @@ def test_shifted_logits_of_a_prompt_shorter_than_a_block(rng):
     params = draw_params(config)
     request = request_for(config, [1, 2, 3], max_tokens=12)
     assert_same(slow(make_eager(config, params), request), fast(make_cpu(config, params), request))
+
+
+def constant_params(config, embedding):
+    """Layers that add nothing to an embedding of equal numbers; the head alone is random."""
+    params = {name: np.zeros_like(values) for name, values in draw_params(config).items()}
+    for values in params.values():
+        if values.ndim == 1:
+            values[...] = 1
+    params["model.embed_tokens.weight"][...] = embedding
+    params["lm_head.weight"] = draw_params(config)["lm_head.weight"]
+    return params
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("is_banned", [False, True])
+def test_one_logit_that_is_not_finite_is_judged_alike_by_both_loops(value, is_banned):
+    """K11: it fails the request, also -inf, which no sum shows; of a banned id it is nobody's."""
+    config = tiny_config(tie_word_embeddings=False)
+    params = constant_params(config, 1.0)
+    params["lm_head.weight"][MASK if is_banned else 30, 3] = value
+    request = request_for(config, range(3, 13), max_tokens=8, threshold=0.02)
+    eager, cpu = make_eager(config, params), make_cpu(config, params)
+    if is_banned:
+        assert_same(slow(eager, request), fast(cpu, request))
+        return
+    for run, denoiser in ((slow, eager), (fast, cpu)):
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0, 1, 2, 3, 4, 5, 6, 7\]"):
+            run(denoiser, request)
+
+
+@pytest.mark.parametrize("name", sorted(STATES))
+def test_a_cancelled_run_leaves_nothing_to_the_next_one(name, rng):
+    """What blocks and steps carry on (decided first slots, rows that are known, ids that were tried) begins anew."""
+    diffusion, asked = STATES[name]
+    config = tiny_config(diffusion=diffusion)
+    params = draw_params(config)
+    used = make_cpu(config, params)
+    for num_steps in (0, 1, 2, 5):
+        cancel = threading.Event()
+        request = request_for(config, rng.integers(10, 250, 8), cancel=cancel, max_tokens=60, ignore_eos=True, **asked)
+        stream = run_loop(used, request, wants_steps=True)
+        for _ in range(1 + num_steps):
+            next(stream)
+        cancel.set()
+        assert [event for event in stream if isinstance(event, BlockEvent)][-1].end_reason == "cancelled"
+        good = request_for(config, rng.integers(10, 250, int(rng.integers(1, 17))), max_tokens=20, **asked)
+        assert_bit_equal(fast(used, good), fast(make_cpu(config, params), good))
+
+
+def test_a_step_in_which_no_row_has_changed(rng):
+    """The step before decided the last slot, whose row predicts nothing: no row goes through any part of a layer."""
+    config = tiny_config(diffusion=STATES["known rows"][0])
+    params = draw_params(config)
+    cpu = make_cpu(config, params, num_threads=2)
+    request = request_for(config, rng.integers(10, 250, 9), max_tokens=64, ignore_eos=True, threshold=1.0)
+    events = fast(cpu, request)
+    steps = [event.state for event in events if isinstance(event, StepEvent)]
+    assert any(
+        one.block_idx == next_one.block_idx and (one.canvas_L[:-1] == next_one.canvas_L[:-1]).all()
+        for one, next_one in itertools.pairwise(steps)
+    )
+    assert_same(slow(make_eager(config, params), request), events)
+
+
+def test_two_threads_may_end_one_run(rng):
+    config = tiny_config()
+    cpu = make_cpu(config, draw_params(config))
+    for _ in range(5):
+        request = request_for(config, rng.integers(0, 250, 10), max_tokens=400, threshold=1.0, ignore_eos=True)
+        stream = run_loop(cpu, request, wants_steps=True)
+        next(stream)
+        (run,) = executor._running
+        threads = [threading.Thread(target=run.close) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=60)
+            assert not thread.is_alive()
+        stream.close()
+        assert not executor._running
+
+
+def test_a_child_of_a_fork_ends_and_begins_loops_of_its_own(rng):
+    """While the parent's loop runs: nothing that its threads hold is waited for."""
+    config = tiny_config()
+    cpu = make_cpu(config, draw_params(config), num_threads=2)
+    short = request_for(config, rng.integers(0, 250, 10), max_tokens=8)
+    expected = fast(cpu, short)
+    stream = run_loop(cpu, request_for(config, range(10), max_tokens=400, threshold=1.0, ignore_eos=True))
+    next(stream)
+    child = os.fork()
+    if not child:
+        status = 1
+        try:
+            with pytest.raises(RuntimeError, match="belongs to the process that this one was forked off"):
+                list(stream)
+            executor._close_all()
+            assert_bit_equal(fast(cpu, short), expected)
+            status = 0
+        finally:
+            os._exit(status)
+    for _ in range(600):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, signal.SIGKILL)
+    assert (ended, status) == (child, 0)
+    stream.close()
+    assert_bit_equal(fast(cpu, short), expected)
+
+
+def test_the_floating_point_mode_of_the_caller_changes_nothing(rng):
+    """A thread that takes denormals for zero computes its share of the work as the pool's other threads do."""
+    import torch
+
+    config = tiny_config(tie_word_embeddings=False)
+    params = constant_params(config, 1e-39)
+    canvas = rng.integers(0, 250, 8).astype(np.int32)
+    expected = make_cpu(config, params).forward(canvas, None, None)
+    assert (expected != 0).all()
+    try:
+        torch.set_flush_denormal(True)  # False where the processor has no such mode: then there is nothing to change
+        found = make_cpu(config, params, num_threads=2).forward(canvas, None, None)
+    finally:
+        torch.set_flush_denormal(False)
+    np.testing.assert_array_equal(found, expected)

@@ -26,6 +26,11 @@ def write_quantized(folder, config, params, kind, *, dialect="modelopt", skip=()
         module = name.removesuffix(".weight")
         if values.ndim == 1 or "embed" in name or any(word in name for word in skip):
             tensors[name] = file_tensor("float32", values)
+        elif kind.startswith("int4"):
+            words, scale = formats.quantize_int4(values, int(kind.removeprefix("int4_g")))
+            tensors[f"{module}.weight_packed"] = file_tensor("int32", words)
+            tensors[f"{module}.weight_scale"] = file_tensor("float32", scale)
+            tensors[f"{module}.weight_shape"] = file_tensor("int64", np.array(values.shape))
         elif kind == "int8":
             codes, scale = formats.quantize_int8(values)
             tensors[name] = file_tensor("int8", codes)
@@ -63,16 +68,36 @@ def relative_error(values, expected):
     return np.linalg.norm(values - expected) / np.linalg.norm(expected)
 
 
-@pytest.mark.parametrize(("kind", "dialect"), [("nvfp4", "modelopt"), ("nvfp4", "compressed-tensors"), ("int8", "")])
+@pytest.mark.parametrize(
+    ("kind", "dialect"),
+    [("nvfp4", "modelopt"), ("nvfp4", "compressed-tensors"), ("int8", ""), ("int4_g32", ""), ("int4_g128", "")],
+)
 def test_quantized_matrices_multiply_to_what_they_stand_for(tmp_path, model, kind, dialect):
     config, params = model
+    if kind == "int4_g128":
+        config = dataclasses.replace(config, hidden_size=128, intermediate_size=128, num_heads=8, num_kv_heads=8)
+        params = draw_params(config)
     checkpoint = write_quantized(tmp_path / "model", config, params, kind, dialect=dialect, skip=("layers.1.mlp",))
+    assert kept_formats(checkpoint.weights())["model.layers.0.mlp.up_proj.weight"] == kind
     exact = {name: weight.stored().raw() for name, weight in checkpoint.weights().items()}
     expected = logits_of(make_eager(config, {name: np.array(values) for name, values in exact.items()}))
     denoiser = load_denoiser(checkpoint, num_threads=2)
-    assert denoiser.dtype == kind
+    assert denoiser.dtype == kind.partition("_")[0]
+    assert {dtype for name, dtype, _ in denoiser._store._packed if "layers.0" in name} == {kind}
     assert relative_error(logits_of(denoiser), expected) < 0.06  # activations are int8
-    assert relative_error(logits_of(make_eager(config, params)), expected) > (0.06 if kind == "nvfp4" else 0.003)
+    assert relative_error(logits_of(make_eager(config, params)), expected) > (0.003 if kind == "int8" else 0.06)
+
+
+def test_int4_with_zero_points_or_other_groups_is_dequantized(tmp_path, model):
+    config, params = model
+    checkpoint = write_quantized(tmp_path / "model", config, params, "int4_g16")
+    assert kept_formats(checkpoint.weights()) == {}
+    exact = {name: np.array(weight.stored().raw()) for name, weight in checkpoint.weights().items()}
+    denoiser = load_denoiser(checkpoint, dtype="float32")
+    np.testing.assert_allclose(logits_of(denoiser), logits_of(make_cpu(config, exact)), atol=1e-6)
+    weight = checkpoint.weights()["model.layers.0.mlp.up_proj.weight"].pieces[0].weight
+    with_zeros = dataclasses.replace(weight, parts={**weight.parts, "weight_zero_point": weight.parts["weight_packed"]})
+    assert (weight.layout, with_zeros.layout) == ("int4_g16", "int4_g16_zero_points")
 
 
 def test_both_nvfp4_dialects_give_the_same_numbers(tmp_path, model):

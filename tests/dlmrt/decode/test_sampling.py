@@ -125,6 +125,16 @@ def test_non_finite_logits_name_block_step_and_slot(value: float) -> None:
         predict(logits, GREEDY, NONE, block=3, step=7)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_the_logit_of_a_banned_id_may_be_anything(value: float) -> None:
+    logits = random_logits(0, 4, 10)
+    expected = predict(logits, GREEDY, np.array([5], dtype=np.int32), block=3, step=7)
+    logits[2, 5] = value
+    found = predict(logits, GREEDY, np.array([5], dtype=np.int32), block=3, step=7)
+    np.testing.assert_array_equal(found.entropy_L, expected.entropy_L)
+    np.testing.assert_array_equal(found.argmax_L, expected.argmax_L)
+
+
 @pytest.mark.parametrize("name", sorted(name for name in VECTORS if name.endswith(".probs")))
 def test_filters_equal_the_official_ones(name: str) -> None:
     temperature, top_k, top_p = name.removeprefix("filters.").removesuffix(".probs").split("_")

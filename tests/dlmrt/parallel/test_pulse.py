@@ -19,8 +19,8 @@ def pulses():
     """Make pulses of one store; they end with the test."""
     store, made = HashStore(), []
 
-    def make(size: int, **options) -> list[Pulse]:
-        made.extend(Pulse(store, rank, size, limit_s=60, **options) for rank in range(size))
+    def make(size: int, *, limit_s: float = 60, **options) -> list[Pulse]:
+        made.extend(Pulse(store, rank, size, limit_s=limit_s, **options) for rank in range(size))
         return made
 
     yield make
@@ -100,3 +100,38 @@ def test_of_ranks_that_all_live_the_one_behind_is_named(pulses):
     time.sleep(1.0)
     assert made[0].report().startswith("rank 1 of 3 lives, but the others wait for it; it was at: collective 2")
     assert made[1].report() == "the other 2 ranks wait for rank 1, at collective 2; start all again"
+
+
+def test_with_a_short_time_out_it_is_still_the_silent_rank_that_is_blamed(pulses):
+    """The time-out is less than what silence takes to show elsewhere; whoever reports goes on beating meanwhile."""
+    heard: list[str] = []
+    made = pulses(3, limit_s=1.0, on_loss=heard.append)
+    time.sleep(0.6)
+    made[1]._end.set()  # it hangs: no beat, no last words
+    for _ in range(100):
+        if len(heard) == 2:
+            break
+        time.sleep(0.1)
+    assert len(heard) == 2
+    assert all(report.startswith("rank 1 of 3 has not been heard of for 1.") for report in heard), heard
+
+
+def test_one_who_reports_is_not_taken_for_silent(pulses):
+    """Rank 0 thinks once that rank 1 is lost; its report takes longer than silence would, and it beats meanwhile."""
+    made = pulses(2, limit_s=1.0)
+    time.sleep(0.6)
+    reports: list[str] = []
+    silent, calls = made[0]._silent, []
+
+    def once(seconds: float) -> list[int]:
+        calls.append(seconds)
+        return [1] if len(calls) == 1 else silent(seconds)
+
+    made[0].on_loss = reports.append
+    made[0]._silent = once
+    quiet = []
+    while not reports and len(quiet) < 100:
+        time.sleep(0.1)
+        quiet.append(made[1]._quiet[0])
+    assert reports
+    assert max(quiet) < 6  # 8 beats go by in a report

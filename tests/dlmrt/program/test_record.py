@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from dlmrt.models.config import RopeConfig
 from dlmrt.program.nodes import If, Kernel, Rows, While, walk
-from dlmrt.program.record import Recorder, RecordError
+from dlmrt.program.record import Recorder, RecordError, describe_rope
 from dlmrt.program.signatures import SIGNATURES, signature
 
 
@@ -115,3 +118,17 @@ def test_an_absent_residual_skips_its_adapter(recorder):
     recorder.call("output", {"x": x}, outputs={"y": recorder.state("y", "float32", (2, 4))})
     inner = recorder.finish().body[1]
     assert isinstance(inner, If) and inner.flag is flag and inner.body[0].op == "residual_mix"
+
+
+def test_two_rotary_embeddings_have_two_descriptions():
+    base = RopeConfig(kind="yarn", factor=4.0, original_max_position_embeddings=32)
+    others = [
+        replace(base, **change) for change in (
+            {"factor": 8.0}, {"original_max_position_embeddings": 64}, {"beta_fast": 16.0}, {"beta_slow": 2.0},
+            {"low_freq_factor": 2.0}, {"high_freq_factor": 8.0}, {"attention_factor": 1.0}, {"theta": 10000.001},
+            {"partial_rotary_factor": 0.5}, {"partial_rotary_factor": 0.5000001}, {"kind": "llama3"},
+        )
+    ]  # fmt: skip
+    assert len({describe_rope(rope) for rope in (base, *others)}) == len(others) + 1
+    assert describe_rope(base) == "yarn/10000/factor=4.0/original_max_position_embeddings=32"
+    assert describe_rope(RopeConfig(theta=1e6, partial_rotary_factor=0.25)) == "default/1e+06/0.25"

@@ -98,7 +98,7 @@ def test_exit_status_and_error_text(run) -> None:
 def test_endless_loop_times_out(run) -> None:
     start_s = time.monotonic()
     assert run("while True: pass", 0.3).ended == "timeout"
-    assert time.monotonic() - start_s < 1.5
+    assert time.monotonic() - start_s < 10.0  # the start, which takes what it takes, does not count
 
 
 @pytest.mark.parametrize(
@@ -267,3 +267,21 @@ def test_other_systems_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_isolation_is_plain_data() -> None:
     assert json.loads(json.dumps(run_python("print(1)").isolation))
+
+
+def test_a_slow_start_does_not_count_against_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program's clock starts when its isolation stands, and a child that took too long gets a second attempt."""
+    slow = tmp_path / "slow_child.py"
+    slow.write_text(
+        f"import os, time\nfirst = not os.path.exists({str(tmp_path / 'seen')!r})\n"
+        f"open({str(tmp_path / 'seen')!r}, 'w').close()\ntime.sleep(30 if first else 2.2)\n"
+        + sandbox._CHILD.read_text()
+    )
+    monkeypatch.setattr(sandbox, "_CHILD", slow)
+    monkeypatch.setattr(sandbox, "_START_S", (0.5, 60.0))
+    result = sandbox.run_python("print(2)", timeout_s=2.0)
+    assert (result.ended, result.stdout) == ("exit", "2\n")
+    monkeypatch.setattr(sandbox, "_START_S", (0.1, 0.2))
+    (tmp_path / "seen").unlink()
+    with pytest.raises(SandboxUnavailableError, match=r"did not come up within 0.2 s; run fewer processes"):
+        sandbox.run_python("print(2)", timeout_s=5.0)

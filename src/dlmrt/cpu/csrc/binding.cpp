@@ -5,7 +5,6 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
-#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include "kernels/dispatch.hpp"
@@ -94,7 +93,7 @@ NB_MODULE(_native, m) {
   m.def("expert_runs_bytes", &expert_runs_bytes);
   m.def("expert_rows", &expert_rows);
   m.def("kv_page_bytes", [](int dtype, int page_size, int num_kv_heads, int head_dim) {
-    return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr, nullptr});
+    return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr});
   });
   m.attr("HEAD_TILE") = kHeadTile;
   m.attr("IS_CHECKED") = kChecked;
@@ -117,7 +116,7 @@ NB_MODULE(_native, m) {
       .def("begin_while", [](Runner& r, nb::handle flag) { r.begin_while(memory_of(flag)); })
       .def("begin_if", [](Runner& r, nb::handle flag) { r.begin_if(memory_of(flag)); })
       .def("end", &Runner::end)
-      .def_prop_ro("scratch_bytes", &Runner::scratch_bytes)
+      .def_prop_ro("missing_scratch_bytes", &Runner::missing_scratch_bytes)
       .def("run", &Runner::run, nb::call_guard<nb::gil_scoped_release>())
       .def("start", &Runner::start, nb::call_guard<nb::gil_scoped_release>())
       .def("join", &Runner::join, nb::call_guard<nb::gil_scoped_release>())

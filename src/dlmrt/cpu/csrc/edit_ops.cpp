@@ -29,7 +29,6 @@ class ProposeEdits : public Op {
         length_(f.size("length")),
         vocab_(f.size("vocab_size")),
         words_(ceil_div(vocab_, int64_t{32})),
-        num_remembered_(f.count<int32_t>("seen") / length_),
         argmax_(slots_of(f, "argmax")),
         token_(slots_of(f, "token")),
         argmax_confidence_(slots_of<float>(f, "argmax_confidence")),
@@ -42,7 +41,7 @@ class ProposeEdits : public Op {
         budget_(f.get<int32_t>("max_post_edit_steps")),
         max_steps_(max_steps_of(f)),
         canvas_(slots_of(f, "canvas")),
-        step_(f.scalar("step", 0, num_remembered_ - 1)),
+        step_(f.scalar("step", 0, f.count<int32_t>("seen") / length_ - 1)),
         num_full_steps_(counter_of(f, "num_full_steps")),
         is_original_(flags_of(f, "is_original")),
         seen_(f.get<int32_t>("seen", length_)),
@@ -90,18 +89,12 @@ class ProposeEdits : public Op {
     const bool is_final = *num_full_steps_ >= std::max(*budget_, 1) || *step_ + 1 >= *max_steps_;
     if (!num_original || is_final) return is_final;
     // At least one original mask is among them: only so many others are open.
-    choose_open(confidence_, *threshold_, 1 + num_open - num_original);
+    choose_above(is_open_, length_, confidence_, *threshold_, 1 + num_open - num_original, committed_);
     if (*budget_ != 0) return false;
     for (int64_t i = 0; i < length_; i++)
       if (is_open_[i] && is_original_[i] && !committed_[i]) return false;
     std::copy_n(is_open_, length_, committed_);
     return true;
-  }
-  // Open slots of a score above the threshold; the `count` best if fewer pass.
-  void choose_open(const float* score, float threshold, int64_t count) const {
-    int64_t passed = 0;
-    for (int64_t i = 0; i < length_; i++) passed += committed_[i] = is_open_[i] && score[i] > threshold;
-    if (passed < count) choose_best(is_open_, length_, score, count, committed_);
   }
 
   void avoid_edit_ids() const {
@@ -143,7 +136,7 @@ class ProposeEdits : public Op {
   }
 
   EditIds ids_;
-  int64_t length_, vocab_, words_, num_remembered_;
+  int64_t length_, vocab_, words_;
   const int32_t *argmax_, *token_;
   const float *argmax_confidence_, *confidence_;
   const uint8_t *is_open_, *is_free_;

@@ -50,6 +50,14 @@ inline void choose_best(const uint8_t* is_open, int64_t length, const float* sco
   }
 }
 
+// chosen = the open slots among the first `length` whose score is above the threshold; the `count` best if fewer are
+inline void choose_above(const uint8_t* is_open, int64_t length, const float* score, float threshold, int64_t count,
+                         uint8_t* chosen) {
+  int64_t passed = 0;
+  for (int64_t i = 0; i < length; i++) passed += chosen[i] = is_open[i] && score[i] > threshold;
+  if (passed < count) choose_best(is_open, length, score, count, chosen);
+}
+
 // Operands of a block's slots, of which `length` there are.
 inline uint8_t* flags_of(const Fields& f, const char* role) {
   const int64_t length = f.size("length");

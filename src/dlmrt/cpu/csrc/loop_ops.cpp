@@ -96,59 +96,33 @@ std::unique_ptr<Op> finish_chunk(const Fields& f) {
 
 // 2, 3
 std::unique_ptr<Op> start_block(const Fields& f) {
-  struct Operands {
-    Noise noise;
-    int64_t length, block;
-    bool is_causal;
-    const int32_t *prompt, *num_prompt, *num_prefill, *num_pinned, *context, *block_idx, *cancel;
-    int32_t *canvas, *answer;
-    uint8_t *is_open, *is_free;
-    int32_t *positions, *visible, *commit_visible, *step, *num_full_steps, *num_repeats, *num_settled, *has_residual,
-        *is_done, *more_steps, *end_reason;
-  };
   const auto get = [&](const char* role) { return f.get<int32_t>(role); };
-  const int64_t length = f.size("length");
-  int32_t* const num_prompt = f.scalar("num_prompt", 0, f.count<int32_t>("prompt"));
-  const Operands o{Noise(f),
-                   length,
-                   f.integer("block"),
-                   f.flag("is_causal"),
-                   get("prompt"),
-                   num_prompt,
-                   f.scalar("num_prefill", 0, INT32_MAX),
-                   f.scalar("num_pinned", 0, [=] { return std::min<int64_t>(length, *num_prompt); }),
-                   f.scalar("context", 0, INT32_MAX - length),
-                   counter_of(f, "block_idx"),
-                   get("cancel"),
-                   slots_of(f, "canvas"),
-                   slots_of(f, "answer"),
-                   slots_of<uint8_t>(f, "is_open"),
-                   slots_of<uint8_t>(f, "is_free"),
-                   slots_of(f, "positions"),
-                   slots_of(f, "visible"),
-                   slots_of(f, "commit_visible"),
-                   get("step"),
-                   get("num_full_steps"),
-                   get("num_repeats"),
-                   get("num_settled"),
-                   get("has_residual"),
-                   get("is_done"),
-                   get("more_steps"),
-                   get("end_reason")};
-  return make([o] {
-    const int32_t end = *o.context + static_cast<int32_t>(o.length);
-    for (int64_t i = 0; i < o.length; i++) {
-      const bool is_pinned = i < *o.num_pinned;
-      o.canvas[i] = o.answer[i] = is_pinned ? o.prompt[*o.num_prompt - *o.num_pinned + i] : o.noise(i, 0, *o.block_idx);
-      o.is_open[i] = o.is_free[i] = !is_pinned;
-      o.positions[i] = *o.context + static_cast<int32_t>(i);
-      o.visible[i] = o.is_causal ? o.positions[i] + 1 : end;
-      o.commit_visible[i] = committed_visible(o.positions[i], o.block, grid_of(*o.num_prefill, o.block), end);
+  const int64_t slots = f.size("length");
+  const int32_t* const num_prompt_at = f.scalar("num_prompt", 0, f.count<int32_t>("prompt"));
+  return make([noise = Noise(f), length = slots, block = f.integer("block"), is_causal = f.flag("is_causal"),
+               prompt = get("prompt"), num_prompt = num_prompt_at, num_prefill = f.scalar("num_prefill", 0, INT32_MAX),
+               num_pinned = f.scalar("num_pinned", 0, [=] { return std::min<int64_t>(slots, *num_prompt_at); }),
+               context = f.scalar("context", 0, INT32_MAX - slots), block_idx = counter_of(f, "block_idx"),
+               cancel = get("cancel"), canvas = slots_of(f, "canvas"), answer = slots_of(f, "answer"),
+               is_open = slots_of<uint8_t>(f, "is_open"), is_free = slots_of<uint8_t>(f, "is_free"),
+               positions = slots_of(f, "positions"), visible = slots_of(f, "visible"),
+               commit_visible = slots_of(f, "commit_visible"), step = get("step"),
+               num_full_steps = get("num_full_steps"), num_repeats = get("num_repeats"),
+               num_settled = get("num_settled"), has_residual = get("has_residual"), is_done = get("is_done"),
+               more_steps = get("more_steps"), end_reason = get("end_reason")] {
+    const int32_t end = *context + static_cast<int32_t>(length);
+    for (int64_t i = 0; i < length; i++) {
+      const bool is_pinned = i < *num_pinned;
+      canvas[i] = answer[i] = is_pinned ? prompt[*num_prompt - *num_pinned + i] : noise(i, 0, *block_idx);
+      is_open[i] = is_free[i] = !is_pinned;
+      positions[i] = *context + static_cast<int32_t>(i);
+      visible[i] = is_causal ? positions[i] + 1 : end;
+      commit_visible[i] = committed_visible(positions[i], block, grid_of(*num_prefill, block), end);
     }
-    *o.step = *o.num_full_steps = *o.num_repeats = *o.has_residual = *o.is_done = 0;
-    *o.num_settled = *o.num_pinned;
-    *o.more_steps = !is_set(o.cancel);
-    if (!*o.more_steps) *o.end_reason = kCancelled;
+    *step = *num_full_steps = *num_repeats = *has_residual = *is_done = 0;
+    *num_settled = *num_pinned;
+    *more_steps = !is_set(cancel);
+    if (!*more_steps) *end_reason = kCancelled;
   });
 }
 
@@ -218,12 +192,8 @@ std::unique_ptr<Op> commit_threshold(const Fields& f) {
                max_post_edit_steps = f.find<int32_t>("max_post_edit_steps"),
                num_full_steps = counter_of(f, "num_full_steps"), was_open = flags_of(f, "was_open")] {
     const bool is_last = b.is_last(), was_full = b.num_open() == 0;
-    int64_t passed = 0;
-    for (int64_t i = 0; i < b.length; i++) {
-      b.committed[i] = b.is_open[i] && (is_last || confidence[i] > *threshold);
-      passed += b.committed[i];
-    }
-    if (!is_last && passed < *min_commit) choose_best(b.is_open, b.length, confidence, *min_commit, b.committed);
+    if (is_last) std::copy_n(b.is_open, b.length, b.committed);
+    else choose_above(b.is_open, b.length, confidence, *threshold, *min_commit, b.committed);
     b.commit_chosen();
     *b.num_edits = 0;
     for (int64_t i = 0; edit_threshold && i < b.length; i++) {
@@ -258,13 +228,12 @@ std::unique_ptr<Op> commit_sub_blocks(const Fields& f) {
     // Slots behind the run of the first open one wait for their turn.
     const int64_t first =
         std::find_if(b.is_open, b.is_open + b.length, [](uint8_t open) { return open != 0; }) - b.is_open;
-    const int64_t end = is_last ? b.length : std::min<int64_t>(b.length, (first / *run_length + 1) * *run_length);
-    int64_t passed = 0;
-    for (int64_t i = 0; i < b.length; i++) {
-      b.committed[i] = i < end && b.is_open[i] && (is_last || confidence[i] > *threshold);
-      passed += b.committed[i];
+    const int64_t end = std::min<int64_t>(b.length, (first / *run_length + 1) * *run_length);
+    std::copy_n(b.is_open, b.length, b.committed);
+    if (!is_last) {
+      choose_above(b.is_open, end, confidence, *threshold, *min_commit, b.committed);
+      std::fill(b.committed + end, b.committed + b.length, uint8_t{0});
     }
-    if (!is_last && passed < *min_commit) choose_best(b.is_open, end, confidence, *min_commit, b.committed);
     b.commit_chosen();
     // What was decided before the first step counts as this step's, whose row 0 says the same.
     for (int64_t i = 0; is_first && i < b.length; i++) b.committed[i] |= !was_open[i] && is_free[i];
@@ -352,7 +321,7 @@ std::unique_ptr<Op> take_given(const Fields& f) {
                block_idx = counter_of(f, "block_idx"), step = counter_of(f, "step"), where = flags_of(f, "where"),
                values = slots_of(f, "values"), length, num_steps, block] {
     if (*block_idx >= num_blocks || *step >= num_steps)
-      throw std::out_of_range("the given draws have no step " + std::to_string(*step) + " of block " +
+      throw std::out_of_range("take_given: the given draws have no step " + std::to_string(*step) + " of block " +
                               std::to_string(*block_idx));
     const int32_t* row = given + *block_idx * block + *step * length;
     for (int64_t i = 0; i < length; i++)

@@ -25,7 +25,7 @@ const ExpertRuns* runs_of(const Fields& f, int64_t experts, int64_t rows) {
   if constexpr (kChecked)
     f.checks.push_back([=, room = (f.bytes("runs") - expert_runs_bytes(0)) / int64_t{sizeof(ExpertRun)},
                         name = f.op + ": operand 'runs'"] {
-      bool is_good = runs->count >= 0 && runs->count <= std::min(room, experts) && runs->rows >= 0;
+      bool is_good = runs->count >= 0 && runs->count <= std::min(room, experts) && runs->end >= 0;
       int64_t expert = -1, end = 0;
       for (int32_t i = 0; is_good && i < runs->count; i++) {
         const ExpertRun& run = runs->run[i];
@@ -33,18 +33,23 @@ const ExpertRuns* runs_of(const Fields& f, int64_t experts, int64_t rows) {
                   run.rows >= 0;
         expert = run.expert, end = int64_t{run.begin} + run.rows;
       }
-      if (!is_good || end > rows || runs->rows > rows)
+      if (!is_good || end > rows || runs->end > rows)
         throw std::out_of_range(name + " holds runs that are out of order, of unknown experts or past " +
                                 std::to_string(rows) + " rows");
     });
   return runs;
 }
 
+// Operand `role` [rows, top_k], whose values lie in 0..last.
+int32_t* choices_of(const Fields& f, const char* role, const Count& rows, int64_t top_k, int64_t last) {
+  return f.get<int32_t>(role, product(rows.max(), top_k), [=] { return rows() * top_k; }, 0, last);
+}
+
 class RouteSigmoid : public Op {
  public:
   explicit RouteSigmoid(const Fields& f) : rows_(f), args_{} {
     args_.experts = f.size("num_experts");
-    args_.choices = f.integer("top_k", 1, args_.experts);
+    args_.top_k = f.integer("top_k", 1, args_.experts);
     args_.logits = f.get<float>("logits", product(rows_.max(), args_.experts));
     args_.bias = f.get<float>("bias", args_.experts);
     args_.groups = static_cast<int32_t>(f.integer("num_groups", 1, args_.experts));
@@ -52,11 +57,11 @@ class RouteSigmoid : public Op {
     args_.capacity = static_cast<int32_t>(f.integer("capacity", 0, args_.experts));
     args_.block_length = args_.capacity ? static_cast<int32_t>(f.integer("block_length", 1, 1 << 16)) : 1;
     f.require(args_.experts % args_.groups == 0, "num_experts is no multiple of num_groups");
-    f.require(args_.choices <= (args_.capacity ? args_.capacity : args_.experts / args_.groups * args_.kept_groups),
+    f.require(args_.top_k <= (args_.capacity ? args_.capacity : args_.experts / args_.groups * args_.kept_groups),
               "top_k is more than the experts that may be chosen");
     args_.factor = f.real("scaling_factor");
-    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.choices));
-    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
+    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.top_k));
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.top_k));
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -75,12 +80,12 @@ class RouteSoftmax : public Op {
   explicit RouteSoftmax(const Fields& f)
       : rows_(f), args_{} {
     args_.experts = f.size("num_experts");
-    args_.choices = f.integer("top_k", 1, args_.experts);
+    args_.top_k = f.integer("top_k", 1, args_.experts);
     args_.logits = f.get<float>("logits", product(rows_.max(), args_.experts));
     args_.expert_scale = f.get<float>("expert_scale", args_.experts);
     args_.factor = f.real("factor");
-    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.choices));
-    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
+    args_.chosen = f.get<int32_t>("experts", product(rows_.max(), args_.top_k));
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.top_k));
   }
   void run(const Context& c) override {
     args_.rows = rows_();
@@ -98,12 +103,10 @@ class GroupChoices : public Op {
   explicit GroupChoices(const Fields& f)
       : rows_(f), args_{} {
     args_.experts = f.size("num_experts");
-    args_.choices = f.integer("top_k", 1, args_.experts);
-    const int64_t choices = product(rows_.max(), args_.choices);
-    args_.chosen = f.get<int32_t>("experts", choices, [rows = rows_, k = args_.choices] { return rows() * k; }, 0,
-                                  args_.experts - 1);
+    args_.top_k = f.integer("top_k", 1, args_.experts);
+    args_.chosen = choices_of(f, "experts", rows_, args_.top_k, args_.experts - 1);
     args_.runs = reinterpret_cast<ExpertRuns*>(f.get<int32_t>("runs", ceil_div(expert_runs_bytes(args_.experts), 4)));
-    args_.place = f.get<int32_t>("place", choices);
+    args_.place = f.get<int32_t>("place", product(rows_.max(), args_.top_k));
   }
   void run(const Context&) override {
     args_.rows = rows_();
@@ -120,14 +123,13 @@ class GatherRows : public Op {
   explicit GatherRows(const Fields& f)
       : rows_(f), args_{} {
     const int64_t width = f.size("width");
-    args_.choices = f.size("top_k");
+    args_.top_k = f.size("top_k");
     args_.from = f.operand(rows_.max(), width);
     args_.to = run_operand(f, width);
-    args_.place = f.get<int32_t>("place", product(rows_.max(), args_.choices),
-                                 [rows = rows_, k = args_.choices] { return rows() * k; }, 0, run_rows(f, width) - 1);
+    args_.place = choices_of(f, "place", rows_, args_.top_k, run_rows(f, width) - 1);
   }
   void run(const Context& c) override {
-    c.pool.split(rows_() * args_.choices, 1, [&](Range r, int) { gather_rows(args_, r); });
+    c.pool.split(rows_() * args_.top_k, 1, [&](Range r, int) { gather_rows(args_, r); });
   }
 
  private:
@@ -161,27 +163,25 @@ class ExpertLinear : public Op {
 // The gate of every row of every run.
 class ExpertGate : public Op {
  public:
-  explicit ExpertGate(const Fields& f) : is_gelu_(f.flag("is_gelu")) {
+  explicit ExpertGate(const Fields& f) {
     const int64_t width = f.size("width");
     float* gate = f.get<float>("gate_up");
-    args_ = {gate, gate + width, 2 * width, 0, run_operand(f, width)};
+    args_ = {gate, gate + width, 2 * width, 0, run_operand(f, width), f.flag("is_gelu")};
     runs_ = runs_of(f, INT32_MAX, std::min(run_rows(f, width), f.count<float>("gate_up") / (2 * width)));
   }
   void run(const Context& c) override {
-    const auto gate = is_gelu_ ? c.kernels.gelu_mul : c.kernels.silu_mul;
-    c.pool.split(runs_->rows, kRowGroup, [&](Range r, int) {
+    c.pool.split(runs_->end, kRowGroup, [&](Range r, int) {
       for (int32_t i = 0; i < runs_->count; i++) {
         const ExpertRun& run = runs_->run[i];
         const int64_t end = run.begin + run.rows;
         const Range own{run.begin > r.begin ? run.begin : r.begin, end < r.end ? end : r.end};
-        if (own.begin < own.end) gate(args_, own);
+        if (own.begin < own.end) c.kernels.gate_rows(args_, own);
       }
     });
   }
 
  private:
-  bool is_gelu_;
-  SiluMulArgs args_;
+  GateArgs args_;
   const ExpertRuns* runs_;
 };
 
@@ -189,19 +189,14 @@ class Combine : public Op {
  public:
   explicit Combine(const Fields& f)
       : rows_(f), args_{} {
-    args_.choices = f.size("top_k");
+    args_.top_k = f.size("top_k");
     args_.width = f.size("width");
     args_.x = f.get<float>("x");
-    args_.place = f.get<int32_t>("place", product(rows_.max(), args_.choices),
-                                 [rows = rows_, k = args_.choices] { return rows() * k; }, 0,
-                                 f.count<float>("x") / args_.width - 1);
-    args_.weights = f.get<float>("weights", product(rows_.max(), args_.choices));
+    args_.place = choices_of(f, "place", rows_, args_.top_k, f.count<float>("x") / args_.width - 1);
+    args_.weights = f.get<float>("weights", product(rows_.max(), args_.top_k));
     args_.y = f.get<float>("y", product(rows_.max(), args_.width));
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.combine(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.combine, 1); }
 
  private:
   Count rows_;

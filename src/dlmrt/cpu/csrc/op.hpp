@@ -136,7 +136,7 @@ class Fields {
       if (entry.first == name) return true;
     return false;
   }
-  // By default below what two of could overflow when they are multiplied.
+  // By default so small that the product of two cannot overflow.
   int64_t integer(const std::string& name, int64_t least = 0, int64_t most = int64_t{1} << 28) const {
     const double value = number(name);
     if (!(value >= static_cast<double>(least) && value <= static_cast<double>(most)) ||
@@ -205,6 +205,14 @@ class Count {
   const int32_t* at_;
   int64_t max_;
 };
+
+// A kernel whose units are rows, over the rows of this run in parts of a multiple of `grain`.
+template <class Args>
+void over_rows(const Context& c, Args& args, const Count& rows, void (*kernel)(const Args&, Range),
+               int64_t grain = kRowGroup) {
+  args.rows = rows();
+  c.pool.split(args.rows, grain, [&](Range r, int) { kernel(args, r); });
+}
 
 // Refuses a weight that cannot be multiplied with the node's operand.
 inline void require_operand_of(const Fields& f, const Weight& w) {

@@ -1,6 +1,8 @@
 // See runner.hpp.
 #include "runner.hpp"
 
+#include "kernels/floats.hpp"
+
 namespace dlmrt::cpu {
 
 void Runner::add(Fields fields) {
@@ -35,8 +37,8 @@ void Runner::end() {
 void Runner::run() {
   if (!open_.empty()) throw std::logic_error("a body is not ended");
   const auto lock = pool_->hold();
-  if (!scratch_) scratch_ = std::make_unique<AlignedBytes>(scratch_bytes());
-  const Context context{*pool_, kernels_, static_cast<uint8_t*>(scratch_->data()), worker_bytes_};
+  const PlainFloats plain;
+  const Context context{*pool_, kernels_, static_cast<uint8_t*>(pool_->scratch(scratch_bytes())), worker_bytes_};
   for (size_t at = 0; at < instructions_.size();) {
     const Instruction& i = instructions_[at];
     if constexpr (kChecked)
@@ -51,24 +53,27 @@ void Runner::run() {
 }
 
 void Runner::start() {
-  join();
-  has_failed_ = false;
-  thread_ = std::thread([this] {
+  Started& own = *started_;
+  const std::lock_guard<std::mutex> lock(own.handle);
+  if (own.thread.joinable()) own.thread.join();
+  own.has_failed = false;
+  started_after_ = forks();
+  own.thread = std::thread([this, &own] {
     try {
       run();
     } catch (const std::exception& error) {  // no memory, no thread for the pool, or an operand out of bounds
-      failure_ = error.what();
-      has_failed_ = true;
+      own.failure = error.what();
+      own.has_failed = true;
     }
   });
 }
 
 void Runner::check() {
-  if (has_failed_) throw std::runtime_error("the native loop ended early: " + failure_);
+  if (started_after_ >= 0 && started_after_ != forks())
+    throw std::runtime_error("the native loop belongs to the process that this one was forked off; start one here");
+  if (started_->has_failed) throw std::runtime_error("the native loop ended early: " + started_->failure);
 }
 
-void Runner::join() {
-  if (thread_.joinable()) thread_.join();
-}
+void Runner::join() { started_->join(); }
 
 }  // namespace dlmrt::cpu

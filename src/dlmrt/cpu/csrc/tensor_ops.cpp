@@ -32,10 +32,7 @@ class Embed : public Op {
     f.require(vocab > 0, "operand 'table' holds no row");
     args_.ids = f.get<int32_t>("ids", rows_.max(), rows_, 0, vocab - 1);
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.embed(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.embed); }
 
  private:
   std::shared_ptr<const PackedWeight> packed_;  // the table, if it is in panels
@@ -53,10 +50,7 @@ class RmsNorm : public Op {
     args_.out_rows = f.find<float>("y", product(rows_.max(), args_.width));
     if (f.bytes("cells")) args_.out = f.operand(rows_.max(), args_.width);
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.rms_norm(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.rms_norm); }
 
  private:
   Count rows_;
@@ -71,10 +65,7 @@ class QuantizeRows : public Op {
     args_.x = f.get<float>("x", product(rows_.max(), args_.ld));
     args_.out = f.operand(rows_.max(), args_.ld);
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.quantize_rows(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.quantize_rows); }
 
  private:
   Count rows_;
@@ -106,28 +97,23 @@ class Linear : public Op {
 // silu_mul or gelu_mul
 class GatedProduct : public Op {
  public:
-  explicit GatedProduct(const Fields& f) : rows_(f), is_gelu_(f.op == "gelu_mul") {
+  explicit GatedProduct(const Fields& f) : rows_(f) {
     const int64_t width = f.size("width");
     float* gate = f.get<float>("gate_up", product(rows_.max(), 2, width));
-    args_ = {gate, gate + width, 2 * width, 0, f.operand(rows_.max(), width)};
+    args_ = {gate, gate + width, 2 * width, 0, f.operand(rows_.max(), width), f.op == "gelu_mul"};
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    const auto kernel = is_gelu_ ? c.kernels.gelu_mul : c.kernels.silu_mul;
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { kernel(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.gate_rows); }
 
  private:
   Count rows_;
-  bool is_gelu_;
-  SiluMulArgs args_;
+  GateArgs args_;
 };
 
 // Gate and up projection and the gated product. A thread has the same columns of both, so that only its cells and one
 // number a row pass to the others.
 class GatedLinear : public Op {
  public:
-  explicit GatedLinear(const Fields& f) : weight_(f.weight("weight")), rows_(f), is_gelu_(f.flag("is_gelu")) {
+  explicit GatedLinear(const Fields& f) : weight_(f.weight("weight")), rows_(f) {
     const Weight& w = weight_->view();
     require_operand_of(f, w);
     f.require(w.n % (2 * kPanel) == 0, "gate and up are not whole panels");
@@ -135,7 +121,7 @@ class GatedLinear : public Op {
     float* out = f.get<float>("gate_up", product(rows_.max(), w.n));
     linear_ = {w, f.operand(rows_.max(), w.k), 0, out, w.n, 0};
     gate_ = {out, out + width_, w.n, 0,
-             f.operand(rows_.max(), width_, "product_cells", "product_scales", "product_operand")};
+             f.operand(rows_.max(), width_, "product_cells", "product_scales", "product_operand"), f.flag("is_gelu")};
   }
   void run(const Context& c) override {
     const int64_t rows = linear_.rows = gate_.rows = rows_(), panels = width_ / kPanel;
@@ -143,7 +129,7 @@ class GatedLinear : public Op {
     c.pool.split(panels, 1, [&](Range r, int worker) {
       c.kernels.linear(linear_, r, c.worker_scratch(worker));
       c.kernels.linear(linear_, {panels + r.begin, panels + r.end}, c.worker_scratch(worker));
-      c.kernels.gate_columns(gate_, is_gelu_, r, top(c, worker));
+      c.kernels.gate_columns(gate_, r, top(c, worker));
     });
     int32_t* const most = top(c, 0);
     for (int i = 1; i < c.pool.size(); i++)
@@ -160,10 +146,9 @@ class GatedLinear : public Op {
 
   std::shared_ptr<const PackedWeight> weight_;
   Count rows_;
-  bool is_gelu_;
   int64_t width_;
   LinearArgs linear_;
-  SiluMulArgs gate_;
+  GateArgs gate_;
 };
 
 class Scale : public Op {
@@ -173,10 +158,7 @@ class Scale : public Op {
     args_.x = f.get<float>("x", product(rows_.max(), args_.width));
     args_.factor = f.get<float>("factor");
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scale(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.scale); }
 
  private:
   Count rows_;
@@ -216,10 +198,7 @@ class SoftCap : public Op {
     args_.x = f.get<float>("x", product(rows_.max(), args_.width));
     args_.cap = f.real("cap");
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, 1, [&](Range r, int) { c.kernels.soft_cap(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.soft_cap, 1); }
 
  private:
   Count rows_;
@@ -236,10 +215,7 @@ class ScaledAdd : public Op {
     args_.where = f.find<uint8_t>("where", rows_.max());
     args_.alpha = f.real("alpha");
   }
-  void run(const Context& c) override {
-    args_.rows = rows_();
-    c.pool.split(args_.rows, kRowGroup, [&](Range r, int) { c.kernels.scaled_add(args_, r); });
-  }
+  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.scaled_add); }
 
  private:
   Count rows_;
@@ -251,8 +227,7 @@ KvCache cache_of(const Fields& f) {
                 static_cast<int32_t>(f.size("page_size")),
                 static_cast<int32_t>(f.integer("num_kv_heads", 1, 1 << 16)),
                 static_cast<int32_t>(f.integer("head_dim", 1, kMaxHeadDim)),
-                f.get<void>("cache"),
-                nullptr};
+                f.get<void>("cache")};
   f.require(cache.page_size % kPanel == 0, "pages are whole panels of 16 positions");
   return cache;
 }
@@ -361,6 +336,7 @@ class QkvAttention : public Op {
   void run(const Context& c) override {
     linear_.rows = qkv_.rows = attention_.rows = rows_();
     const int64_t heads = qkv_.cache.num_kv_heads, threads = c.pool.size();
+    // Uneven shares of heads leave threads idle for up to one head each: little when there are four or more of them.
     if (qkv_.cache.head_dim % kPanel || (heads % threads && heads < 4 * threads)) {
       c.pool.split(num_panels(linear_.weight.n), 1,
                    [&](Range r, int worker) { c.kernels.linear(linear_, r, c.worker_scratch(worker)); });
@@ -484,6 +460,7 @@ class SoftEmbedding : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
+    // In pairs: two panels of bf16, or one line of a row, are what the product reads of the table at once.
     c.pool.split(num_panels(args_.width), 2, [&](Range r, int) { c.kernels.soft_embedding(args_, r); });
   }
 

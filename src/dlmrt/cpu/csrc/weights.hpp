@@ -4,6 +4,7 @@
 #pragma once
 #include <vector>
 
+#include "kernels/floats.hpp"
 #include "kernels/memory.hpp"
 #include "kernels/pack.hpp"
 #include "kernels/pool.hpp"
@@ -35,9 +36,12 @@ class PackedWeight {
     into.panels = static_cast<uint8_t*>(into.panels) + index * panel_stride();
     if (into.column_scale) into.column_scale += index * column_stride();
     if (into.column_sum) into.column_sum += index * column_stride();
+    std::vector<int8_t> codes(static_cast<size_t>(pool.size() * into.k));  // of each worker
     const auto lock = pool.hold();
-    pool.split(num_panels(into.n), 1,
-               [&](Range panels, int) { pack(sources.data(), static_cast<int>(sources.size()), into, panels); });
+    const PlainFloats plain;
+    pool.split(num_panels(into.n), 1, [&](Range panels, int worker) {
+      pack(sources.data(), static_cast<int>(sources.size()), into, panels, codes.data() + worker * into.k);
+    });
   }
 
   // The first matrix, and what lies between it and the next: bytes of panels, columns of scales and sums.

@@ -69,9 +69,10 @@ EXPORT int64_t dlmrt_panel_bytes(int dtype, int64_t group, int64_t k) {
   return panel_bytes(static_cast<DType>(dtype), group, k);
 }
 EXPORT int64_t dlmrt_kv_page_bytes(const KvCache* c) { return kv_page_bytes(*c); }
-EXPORT int64_t dlmrt_find_bad_scale(const uint8_t* scales, int64_t n) { return find_bad_scale(scales, n); }
 EXPORT void dlmrt_pack(const Source* sources, int count, const Weight* into, int threads) {
-  pool(threads).split(num_panels(into->n), 1, [&](Range r, int) { pack(sources, count, *into, r); });
+  std::vector<int8_t> codes(static_cast<size_t>(threads * into->k));
+  pool(threads).split(num_panels(into->n), 1,
+                      [&](Range r, int worker) { pack(sources, count, *into, r, codes.data() + worker * into->k); });
 }
 // Workers that ran in a child of this process, after the pool was used here: -1 on failure.
 EXPORT int dlmrt_count_workers(int threads) {
@@ -92,14 +93,13 @@ EXPORT void dlmrt_linear(const char* isa, const LinearArgs* t, int threads) {
   }
 ROWS(rms_norm, RmsNormArgs)
 ROWS(quantize_rows, QuantizeArgs)
-ROWS(silu_mul, SiluMulArgs)
-ROWS(gelu_mul, SiluMulArgs)
+ROWS(gate_rows, GateArgs)
 // Both passes, each part of the columns with numbers of its own for the first.
-EXPORT void dlmrt_gate_columns(const char* isa, const SiluMulArgs* t, int is_gelu, int threads) {
+EXPORT void dlmrt_gate_columns(const char* isa, const GateArgs* t, int threads) {
   const KernelTable& k = select_kernels(isa);
   const int64_t panels = ceil_div(t->out.width, kPanel);
   std::vector<std::vector<int32_t>> tops(threads, std::vector<int32_t>(t->rows));
-  pool(threads).split(panels, 1, [&](Range r, int worker) { k.gate_columns(*t, is_gelu, r, tops[worker].data()); });
+  pool(threads).split(panels, 1, [&](Range r, int worker) { k.gate_columns(*t, r, tops[worker].data()); });
   for (const auto& part : tops)
     for (int64_t m = 0; m < t->rows; m++) tops[0][m] = std::max(tops[0][m], part[m]);
   pool(threads).split(panels, 1, [&](Range r, int) { k.pack_columns(*t, r, tops[0].data()); });
@@ -130,9 +130,9 @@ EXPORT void dlmrt_route_softmax(const char*, const RouteSoftmaxArgs* t, int thre
 }
 EXPORT void dlmrt_group_choices(const char*, const GroupArgs* t, int) { group_choices(*t); }
 EXPORT void dlmrt_gather_rows(const GatherArgs* t, int64_t rows, int threads) {
-  spread(threads, rows * t->choices, 0, [&](Range r, void*) { gather_rows(*t, r); });
+  spread(threads, rows * t->top_k, 0, [&](Range r, void*) { gather_rows(*t, r); });
 }
-EXPORT int64_t dlmrt_expert_rows(int64_t choices, int64_t experts) { return expert_rows(choices, experts); }
+EXPORT int64_t dlmrt_expert_rows(int64_t copies, int64_t experts) { return expert_rows(copies, experts); }
 EXPORT void dlmrt_attention(const char* isa, const AttentionArgs* t, int threads) {
   const KernelTable& k = select_kernels(isa);
   spread(threads, attention_units(*t), attention_scratch_bytes(*t), [&](Range r, void* s) { k.attention(*t, r, s); });

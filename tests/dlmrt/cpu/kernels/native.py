@@ -32,7 +32,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[3]
 
 F32, BF16, INT8, NVFP4, INT4 = range(5)
-HEAD_TILE, MAX_TOP = 128, 8
+HEAD_TILE = 128
 BANNED_LOGIT = np.float32(-1e30)
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
 
@@ -63,7 +63,7 @@ def build(sanitize: str = "") -> Path:
 def library() -> C.CDLL:
     """The shared library; DLMRT_TEST_SANITIZE picks the build (the sanitizer's runtime must then be preloaded)."""
     lib = C.CDLL(str(build(os.environ.get("DLMRT_TEST_SANITIZE", "")) / "libkernels_capi.so"))
-    for name in ("operand_bytes", "panel_bytes", "kv_page_bytes", "find_bad_scale"):
+    for name in ("operand_bytes", "panel_bytes", "kv_page_bytes"):
         getattr(lib, f"dlmrt_{name}").restype = C.c_int64
     return lib
 
@@ -104,15 +104,15 @@ class LinearArgs(C.Structure):
 
 
 class RmsNormArgs(C.Structure):
-    _fields_ = _fields("x:p delta:p weight:p eps:f rows:l width:l out_rows:p out:O", O=Operand)
+    _fields_ = _fields("x:p weight:p eps:f rows:l width:l out_rows:p out:O", O=Operand)
 
 
 class QuantizeArgs(C.Structure):
     _fields_ = _fields("x:p ld:l rows:l out:O", O=Operand)
 
 
-class SiluMulArgs(C.Structure):
-    _fields_ = _fields("gate:p up:p ld:l rows:l out:O", O=Operand)
+class GateArgs(C.Structure):
+    _fields_ = _fields("gate:p up:p ld:l rows:l out:O is_gelu:i", O=Operand)
 
 
 class ScaledAddArgs(C.Structure):
@@ -120,7 +120,7 @@ class ScaledAddArgs(C.Structure):
 
 
 class KvCache(C.Structure):
-    _fields_ = _fields("dtype:i page_size:i num_kv_heads:i head_dim:i pages:p page_table:p")
+    _fields_ = _fields("dtype:i page_size:i num_kv_heads:i head_dim:i pages:p")
 
 
 class QkvArgs(C.Structure):
@@ -136,10 +136,7 @@ class AttentionArgs(C.Structure):
 
 
 class HeadPartials(C.Structure):
-    _fields_ = _fields(
-        "row_stride:l max:p sum:p weighted:p argmax:p top_slot:p top_id:p top_logit:p "
-        "sample_score:p sample_logit:p sample_id:p"
-    )
+    _fields_ = _fields("row_stride:l max:p sum:p weighted:p argmax:p sample_score:p sample_logit:p sample_id:p")
 
 
 class GumbelKey(C.Structure):
@@ -155,8 +152,8 @@ class HeadArgs(C.Structure):
 
 class HeadMergeArgs(C.Structure):
     _fields_ = _fields(
-        "partials:P rows:l vocab:l argmax:p max_logit:p log_sum_exp:p entropy:p top_id:p top_logit:p "
-        "sample_id:p sample_logit:p confidence:p",
+        "partials:P rows:l vocab:l argmax:p max_logit:p log_sum_exp:p entropy:p sample_id:p sample_logit:p "
+        "confidence:p",
         P=HeadPartials,
     )
 
@@ -180,26 +177,26 @@ class ExpertLinearArgs(C.Structure):
 
 
 class CombineArgs(C.Structure):
-    _fields_ = _fields("x:p place:p weights:p rows:l choices:l width:l y:p")
+    _fields_ = _fields("x:p place:p weights:p rows:l top_k:l width:l y:p")
 
 
 class RouteSigmoidArgs(C.Structure):
     _fields_ = _fields(
-        "logits:p bias:p rows:l experts:l choices:l groups:i kept_groups:i capacity:i block_length:i factor:f "
+        "logits:p bias:p rows:l experts:l top_k:l groups:i kept_groups:i capacity:i block_length:i factor:f "
         "chosen:p weights:p"
     )
 
 
 class RouteSoftmaxArgs(C.Structure):
-    _fields_ = _fields("logits:p expert_scale:p rows:l experts:l choices:l factor:f chosen:p weights:p")
+    _fields_ = _fields("logits:p expert_scale:p rows:l experts:l top_k:l factor:f chosen:p weights:p")
 
 
 class GroupArgs(C.Structure):
-    _fields_ = _fields("chosen:p rows:l experts:l choices:l runs:p place:p")
+    _fields_ = _fields("chosen:p rows:l experts:l top_k:l runs:p place:p")
 
 
 class GatherArgs(C.Structure):
-    _fields_ = _fields("source:O target:O choices:l place:p", O=Operand)
+    _fields_ = _fields("source:O target:O top_k:l place:p", O=Operand)
 
 
 class ProbabilitiesArgs(C.Structure):

@@ -31,7 +31,7 @@ EPS = 1e-6
 
 @dataclass
 class Layer:
-    """One attention layer with a cache whose pages lie in shuffled order; memory starts as NaN."""
+    """One attention layer with its cache; memory starts as NaN."""
 
     dtype: int
     num_heads: int
@@ -47,8 +47,7 @@ class Layer:
 
     def __post_init__(self) -> None:
         rng = np.random.default_rng(1)
-        self.table = np.random.default_rng(self.num_pages).permutation(self.num_pages).astype(np.int32)
-        self.cache = KvCache(self.dtype, self.page_size, self.num_kv_heads, self.head_dim, None, ptr(self.table))
+        self.cache = KvCache(self.dtype, self.page_size, self.num_kv_heads, self.head_dim, None)
         self.pages = aligned(self.num_pages * int(library().dlmrt_kv_page_bytes(C.byref(self.cache))))
         self.cache.pages = ptr(self.pages)
         self.rotary_dim = self.rotary_dim or self.head_dim
@@ -251,6 +250,30 @@ def test_blind_rows_are_zero(isa: str) -> None:
     assert (np.delete(both, 1, 0) == np.delete(layer.attend(isa, q, np.array([8, 8, 8], np.int32)), 1, 0)).all()
 
 
+def test_a_row_whose_window_lies_behind_all_it_sees_is_zero(isa: str) -> None:
+    layer = Layer(BF16, 2, 1, 16)
+    qkv, positions = filled(layer, 5, 3)
+    q, visible = layer.project(isa, qkv, positions), np.full(3, 8, np.int32)
+    out = layer.attend(isa, q, visible, first=np.array([0, 8, 0], np.int32))
+    assert (out[1] == 0).all()
+    assert (np.delete(out, 1, 0) == np.delete(layer.attend(isa, q, visible), 1, 0)).all()
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("chunk", [1024, 4096])
+@pytest.mark.parametrize("end", [1024, 2048, 2080])
+def test_score_rows_of_whole_pages_of_memory(isa: str, dtype: int, chunk: int, end: int) -> None:
+    """Rows of scores that would lie 4 KiB apart are padded; what they hold is not."""
+    layer = Layer(dtype, 4, 1, 16, num_pages=33)
+    qkv, positions = filled(layer, end - 3, 3)
+    expected = layer.reference(qkv, positions)
+    q, visible = layer.project(isa, qkv, positions), positions + 1
+    out = layer.attend(isa, q, visible, 1, chunk)
+    np.testing.assert_allclose(out, layer.softmax(expected, visible), atol=TOLERANCE[dtype])
+    alone = layer.project(isa, qkv[:1], positions[:1])
+    assert (layer.attend(isa, alone, visible[:1].copy(), 1, chunk) == out[0]).all()
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_unseen_positions_cannot_poison(isa: str, dtype: int) -> None:
     """K05, K11: stale or poisoned cache contents behind a row's visible length change no bit of it."""
@@ -268,7 +291,7 @@ def test_unseen_positions_cannot_poison(isa: str, dtype: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-def test_page_size_and_table_change_nothing(isa: str, dtype: int) -> None:
+def test_page_size_changes_nothing(isa: str, dtype: int) -> None:
     outs = []
     for page_size, num_pages in ((64, 6), (128, 3)):
         layer = Layer(dtype, 4, 2, 24, page_size=page_size, num_pages=num_pages)

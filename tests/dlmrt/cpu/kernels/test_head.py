@@ -16,7 +16,6 @@ from native import (
     F32,
     HEAD_TILE,
     INT8,
-    MAX_TOP,
     Array,
     GumbelKey,
     HeadArgs,
@@ -59,11 +58,11 @@ class Head:
         tiles, stride = -(-v // HEAD_TILE), -(-m // 16) * 16
         f = lambda *shape: np.full(shape, np.nan, np.float32)  # noqa: E731
         i = lambda *shape: np.full(shape, -77, np.int32)  # noqa: E731
-        parts = [f(tiles, stride) for _ in range(3)] + [i(tiles, stride), i(tiles), i(tiles, stride, MAX_TOP),
-                 f(tiles, stride, MAX_TOP), f(tiles, stride), f(tiles, stride), i(tiles, stride)]  # fmt: skip
+        parts = [f(tiles, stride) for _ in range(3)] + [i(tiles, stride), f(tiles, stride), f(tiles, stride),
+                 i(tiles, stride)]  # fmt: skip
         addresses = [ptr(p) for p in parts]
         if self.keys is None:
-            addresses[7:] = [None] * 3
+            addresses[4:] = [None] * 3
         partials = HeadPartials(stride, *addresses)
         self.logits = f(m, v)
         words = np.zeros(-(-v // 32), np.uint32)
@@ -78,18 +77,14 @@ class Head:
         )  # fmt: skip
         call("head_stats", self.isa, args, self.threads)
         self.argmax, self.max, self.lse, self.entropy = i(m), f(m), f(m), f(m)
-        self.top_id, self.top_logit, self.sample, self.sample_logit = i(m, MAX_TOP), f(m, MAX_TOP), i(m), f(m)
-        self.confidence = f(m)
+        self.sample, self.sample_logit, self.confidence = i(m), f(m), f(m)
         drawn = (ptr(self.sample), ptr(self.sample_logit)) if keys is not None else (None, None)
         merge = HeadMergeArgs(partials, m, v, ptr(self.argmax), ptr(self.max), ptr(self.lse), ptr(self.entropy),
-                              ptr(self.top_id), ptr(self.top_logit), *drawn, ptr(self.confidence))  # fmt: skip
+                              *drawn, ptr(self.confidence))  # fmt: skip
         call("head_merge", self.isa, merge, self.threads)
 
     def everything(self) -> list[Array]:
-        return [
-            self.logits, self.argmax, self.max, self.lse, self.entropy, self.confidence, self.top_id, self.top_logit,
-            self.sample,
-        ]  # fmt: skip
+        return [self.logits, self.argmax, self.max, self.lse, self.entropy, self.confidence, self.sample]
 
 
 def key(seed: int, step: int, block: int, slot: int) -> GumbelKey:
@@ -115,11 +110,6 @@ def check(head: Head, logits: Array) -> None:
     np.testing.assert_allclose(head.confidence, 1 / z, rtol=1e-6)
     live = np.where(x > -1e29, x - top, 0.0)
     np.testing.assert_allclose(head.entropy, np.log(z) - (live * e).sum(1) / z, rtol=1e-5, atol=3e-6)
-    order = np.argsort(-logits, axis=1, kind="stable")[:, :MAX_TOP]
-    n = order.shape[1]
-    assert (head.top_id[:, :n] == order).all()
-    assert (head.top_logit[:, :n] == np.take_along_axis(logits, order, 1)).all()
-    assert (head.top_id[:, n:] == -1).all()
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, INT8])
@@ -143,7 +133,6 @@ def test_ties_go_to_the_lower_id(isa: str, rng: np.random.Generator) -> None:
     w[[13, 150, 399]] = 2
     head = Head(isa, pack(F32, [float_source(w)], 16), operand(isa, F32, np.ones((3, 16), np.float32)), 3)
     assert (head.argmax == 13).all()
-    assert head.top_id[0].tolist() == [13, 150, 399, 0, 1, 2, 3, 4]
 
 
 def test_flat_logits_are_finite(isa: str) -> None:
@@ -203,6 +192,19 @@ def test_one_poisoned_logit_poisons_the_statistics(isa: str, rng: np.random.Gene
     head = Head(isa, pack(F32, [float_source(w)], 16), operand(isa, F32, np.ones((2, 16), np.float32)))
     for statistic in (head.lse, head.entropy, head.confidence):
         assert np.isnan(statistic).all()
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+@pytest.mark.parametrize("at", [5, 200, 299])
+def test_a_logit_that_is_not_finite_shows_unless_its_id_is_banned(isa: str, value: float, at: int) -> None:
+    """Also -inf, which would be lost among the exponentials; in a whole tile, a last one and one with banned ids."""
+    rng = np.random.default_rng(1)
+    w = rng.standard_normal((300, 16), dtype=np.float32)
+    w[at, 3] = value
+    packed, rows = pack(F32, [float_source(w)], 16), operand(isa, F32, np.ones((2, 16), np.float32))
+    for settings in ({}, {"temperature": 0.7}, {"banned": (6, 201)}):
+        assert np.isnan(Head(isa, packed, rows, **settings).lse).all()
+    check(banned := Head(isa, packed, rows, banned=(at,)), banned.logits)
 
 
 def test_a_sure_row_keeps_the_digits_of_its_doubt(isa: str) -> None:

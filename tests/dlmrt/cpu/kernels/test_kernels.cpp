@@ -78,7 +78,8 @@ struct PackedWeight {
                         nullptr,
                         block_scales.get(),
                         .01f};
-    pack(&source, 1, view, {0, num_panels(n)});
+    std::vector<int8_t> codes(static_cast<size_t>(k));
+    pack(&source, 1, view, {0, num_panels(n)}, codes.data());
   }
 };
 
@@ -98,7 +99,17 @@ struct Model {
         head(r, weights, kVocab, kD, group) {}
 };
 
-enum class Division { kSplit, kTiles };
+enum class Division { kSplit, kPieces };
+
+// f(Range, worker): pieces of `grain` units, each to whoever is free.
+template <class F>
+void hand_out(Pool& pool, int64_t units, int64_t grain, F f) {
+  std::atomic<int64_t> next{0};
+  pool.run([&](int worker) {
+    for (int64_t begin; (begin = next.fetch_add(grain)) < units;)
+      f(Range{begin, begin + grain < units ? begin + grain : units}, worker);
+  });
+}
 
 // Everything a forward computes, as bytes that must not depend on the division of work.
 struct Forward {
@@ -113,7 +124,7 @@ struct Forward {
   template <class F>
   void nodes(int64_t units, F f) {
     const auto g = [&](Range r, int worker) { f(r, scratch[static_cast<size_t>(worker)].get()); };
-    division == Division::kSplit ? pool.split(units, 1, g) : pool.tiles(units, 2, g);
+    division == Division::kSplit ? pool.split(units, 1, g) : hand_out(pool, units, 2, g);
   }
   void linear(const PackedWeight& w, const Operand& in, float* out, bool accumulate) {
     const LinearArgs t{w.view, in, kM, out, w.view.n, accumulate};
@@ -129,13 +140,13 @@ struct Forward {
     Buffer<uint8_t> cells(operand_bytes(m.activations, kM, 2 * kD)),
         q(kKvHeads * operand_bytes(m.cache_type, kM * kHeads / kKvHeads, kHeadDim));
     Buffer<float> scales(kM);
-    KvCache cache{m.cache_type, 64, kKvHeads, kHeadDim, nullptr, nullptr};
+    KvCache cache{m.cache_type, 64, kKvHeads, kHeadDim, nullptr};
     Buffer<uint8_t> pages(2 * kv_page_bytes(cache));
     std::memset(pages.get(), 0x3c, pages.count);  // small positive numbers as context
     cache.pages = pages.get();
     const auto operand = [&](int64_t width) { return Operand{m.activations, 0, width, cells.get(), scales.get()}; };
 
-    const RmsNormArgs first{x.get(), nullptr, norm.get(), 1e-6f, kM, kD, nullptr, operand(kD)};
+    const RmsNormArgs first{x.get(), norm.get(), 1e-6f, kM, kD, nullptr, operand(kD)};
     nodes(kM, [&](Range r, void*) { k.rms_norm(first, r); });
     linear(m.qkv, operand(kD), qkv.get(), false);
     Buffer<int32_t> positions(kM), visible(kM);
@@ -155,8 +166,8 @@ struct Forward {
     linear(m.o, quantize.out, x.get(), true);
     nodes(kM, [&](Range r, void*) { k.rms_norm(first, r); });
     linear(m.gate_up, operand(kD), gate_up.get(), false);
-    const SiluMulArgs silu{gate_up.get(), gate_up.get() + kF, 2 * kF, kM, operand(kF)};
-    nodes(kM, [&](Range r, void*) { k.silu_mul(silu, r); });
+    const GateArgs silu{gate_up.get(), gate_up.get() + kF, 2 * kF, kM, operand(kF), 0};
+    nodes(kM, [&](Range r, void*) { k.gate_rows(silu, r); });
     linear(m.down, operand(kF), x.get(), true);
     nodes(kM, [&](Range r, void*) { k.rms_norm(first, r); });
     std::vector<uint8_t> bytes = head(m, operand(kD));
@@ -167,24 +178,19 @@ struct Forward {
 
   std::vector<uint8_t> head(const Model& m, const Operand& in) {
     const int64_t tiles = head_tiles(kVocab), stride = round_up(kM, 16), cells = tiles * stride;
-    Buffer<float> a(cells), b(cells), c(cells), d(cells), e(cells), top(cells * kMaxTop), logits(kM * kVocab);
-    Buffer<int32_t> ia(cells), ib(cells), slot(tiles), ids(cells * kMaxTop);
+    Buffer<float> a(cells), b(cells), c(cells), d(cells), e(cells), logits(kM * kVocab);
+    Buffer<int32_t> ia(cells), ib(cells);
     std::vector<GumbelKey> keys;
     for (uint32_t i = 0; i < kM; i++) keys.push_back({{7, 8}, 1, 2, 1 | i << 8});
-    const HeadPartials partials{stride,    a.get(),   b.get(), c.get(), ia.get(), slot.get(),
-                                ids.get(), top.get(), d.get(), e.get(), ib.get()};
+    const HeadPartials partials{stride, a.get(), b.get(), c.get(), ia.get(), d.get(), e.get(), ib.get()};
     const HeadArgs stats{m.head.view, in, kM, 0.f, nullptr, nullptr, keys.data(), partials, logits.get(), kVocab};
     CHECK(head_scratch_bytes(stats) <= 1 << 20);
     nodes(tiles, [&](Range r, void* s) { k.head_stats(stats, r, s); });
-    Buffer<int32_t> out_ids((2 + kMaxTop) * kM);
-    Buffer<float> out((5 + kMaxTop) * kM), z(kM * kD), table(kVocab * kD);
+    Buffer<int32_t> out_ids(2 * kM);
+    Buffer<float> out(5 * kM), z(kM * kD), table(kVocab * kD);
     float* f = out.get();
-    const HeadMergeArgs merge{partials,   kM,
-                              kVocab,     out_ids.get(),
-                              f,          f + kM,
-                              f + 2 * kM, out_ids.get() + 2 * kM,
-                              f + 4 * kM, out_ids.get() + kM,
-                              f + 3 * kM, f + (4 + kMaxTop) * kM};
+    const HeadMergeArgs merge{partials,   kM,         kVocab,     out_ids.get(), f,
+                              f + kM,     f + 2 * kM, out_ids.get() + kM, f + 3 * kM, f + 4 * kM};
     nodes(ceil_div(kM, 16), [&](Range r, void*) { k.head_merge(merge, r); });
     const DType kind = m.cache_type;
     Buffer<uint8_t> probs(operand_bytes(kind, kM, kVocab));
@@ -211,7 +217,7 @@ void check_forward() {
     for (const KernelTable* k : runnable_kernels()) {
       const std::vector<uint8_t> expected = Forward(*k, *pools[1], Division::kSplit).run(model);
       for (const auto& [threads, pool] : pools)
-        for (Division d : {Division::kSplit, Division::kTiles}) CHECK(Forward(*k, *pool, d).run(model) == expected);
+        for (Division d : {Division::kSplit, Division::kPieces}) CHECK(Forward(*k, *pool, d).run(model) == expected);
       if (dtype == DType::kF32 || std::string(k->name) != "avx512bf16")
         CHECK(portable == expected);  // all of it, not only the products
     }
@@ -226,11 +232,8 @@ void check_pool() {
     pool.split(1000, 7, [&](Range r, int) {
       for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++;
     });
-    pool.tiles(1000, 7, [&](Range r, int) {
-      for (int64_t i = r.begin; i < r.end; i++) seen[static_cast<size_t>(i)]++;
-    });
     pool.split(0, 1, [&](Range, int) { CHECK(false); });
-    for (int s : seen) CHECK(s == 2);
+    for (int s : seen) CHECK(s == 1);
     pool.split(1000, 7, [&](Range r, int) { CHECK(r.begin % 7 == 0 && (r.end % 7 == 0 || r.end == 1000)); });
   }
   bool refused = false;

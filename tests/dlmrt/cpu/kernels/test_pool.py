@@ -10,9 +10,8 @@ import os
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from native import HERE, REPOSITORY, build, library, ptr, runnable
+from native import HERE, REPOSITORY, build, library, runnable
 
 
 def select(name: str) -> tuple[int, str]:
@@ -43,14 +42,6 @@ def test_name_that_cannot_run_is_refused() -> None:
         failed, message = select(name)
         assert failed
         assert "does not run on this machine" in message
-
-
-def test_bad_block_scales_are_found() -> None:
-    scales = np.arange(127, dtype=np.uint8)
-    assert library().dlmrt_find_bad_scale(C.c_void_p(ptr(scales)), C.c_int64(127)) == -1
-    for bad in (0x7F, 0x81, 0xFF):
-        scales[100] = bad
-        assert library().dlmrt_find_bad_scale(C.c_void_p(ptr(scales)), C.c_int64(127)) == 100
 
 
 def test_default_threads_stay_within_the_affinity_mask() -> None:

@@ -15,12 +15,12 @@ from native import (
     INT8,
     Array,
     EmbedArgs,
+    GateArgs,
     Operand,
     RmsNormArgs,
     Rows,
     ScaleArgs,
     ScaledAddArgs,
-    SiluMulArgs,
     SoftCapArgs,
     call,
     float_source,
@@ -56,22 +56,15 @@ def close(rows: Rows, expected: Array) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", [1, 16, 24, 77, 256])
-@pytest.mark.parametrize("with_delta", [False, True])
-def test_rms_norm(isa: str, dtype: int, width: int, with_delta: bool, rng: np.random.Generator) -> None:
+def test_rms_norm(isa: str, dtype: int, width: int, rng: np.random.Generator) -> None:
     m = 13
-    x, delta = rng.standard_normal((2, m, width), dtype=np.float32) * 3
-    weight = rng.standard_normal(width, dtype=np.float32)
-    total = x + delta if with_delta else x.copy()
+    x, weight = rng.standard_normal((m, width), dtype=np.float32) * 3, rng.standard_normal(width, dtype=np.float32)
     outs = []
     for threads in (1, 3):
-        stream, plain, rows = x.copy(), np.empty((m, width), np.float32), Rows(dtype, m, width)
-        args = RmsNormArgs(
-            ptr(stream), ptr(delta) if with_delta else None, ptr(weight), EPS, m, width, ptr(plain), rows.operand
-        )
-        call("rms_norm", isa, args, threads)
-        assert (stream == total).all(), "the skip stream holds x + delta"
-        np.testing.assert_allclose(plain, norm(total, weight), rtol=2e-5, atol=1e-6)
-        close(rows, norm(total, weight))
+        plain, rows = np.empty((m, width), np.float32), Rows(dtype, m, width)
+        call("rms_norm", isa, RmsNormArgs(ptr(x), ptr(weight), EPS, m, width, ptr(plain), rows.operand), threads)
+        np.testing.assert_allclose(plain, norm(x, weight), rtol=2e-5, atol=1e-6)
+        close(rows, norm(x, weight))
         outs.append((plain, rows.cells.copy()))
     assert (outs[0][0] == outs[1][0]).all()
     assert (operand(isa, dtype, outs[0][0]).values() == rows.values()).all(), "fused and separate quantisation agree"
@@ -83,7 +76,7 @@ def test_rms_norm_without_operand(isa: str, rng: np.random.Generator) -> None:
         np.ones(24, np.float32),
         np.empty((2, 24), np.float32),
     )
-    call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 2, 24, ptr(plain), Operand()))
+    call("rms_norm", isa, RmsNormArgs(ptr(x), ptr(weight), EPS, 2, 24, ptr(plain), Operand()))
     np.testing.assert_allclose(plain, norm(x, weight), rtol=2e-5)
 
 
@@ -97,7 +90,7 @@ def test_silu_mul(isa: str, dtype: int, width: int, rng: np.random.Generator) ->
     expected = gate / (1 + np.exp(-np.clip(gate, -100, 100))) * up
     rows = Rows(dtype, m, width)
     work = both.copy()
-    call("silu_mul", isa, SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, ld, m, rows.operand), 2)
+    call("gate_rows", isa, GateArgs(ptr(work), work.ctypes.data + 4 * width, ld, m, rows.operand), 2)
     close(rows, expected)
     assert (work[:, width:] == both[:, width:]).all()
 
@@ -110,7 +103,7 @@ def test_gelu_mul(isa: str, dtype: int, rng: np.random.Generator) -> None:
     gate, up = both[:, :width].astype(np.float64), both[:, width:].astype(np.float64)
     expected = 0.5 * gate * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
     rows, work = Rows(dtype, m, width), both.copy()
-    call("gelu_mul", isa, SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, rows.operand), 2)
+    call("gate_rows", isa, GateArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, rows.operand, 1), 2)
     close(rows, expected)
 
 
@@ -122,12 +115,12 @@ def test_products_by_columns_are_those_by_rows(isa: str, dtype: int, is_gelu: in
         both = rng.standard_normal((m, 2 * width), dtype=np.float32) * 4
         both[m - 1, width - 1] = np.nan
         expected, work = Rows(dtype, m, width), both.copy()
-        args = SiluMulArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, expected.operand)
-        call("gelu_mul" if is_gelu else "silu_mul", isa, args, 1)
+        args = GateArgs(ptr(work), work.ctypes.data + 4 * width, 2 * width, m, expected.operand, is_gelu)
+        call("gate_rows", isa, args, 1)
         for threads in (1, 2, 3, 5):
             rows, divided = Rows(dtype, m, width), both.copy()
-            args = SiluMulArgs(ptr(divided), divided.ctypes.data + 4 * width, 2 * width, m, rows.operand)
-            library().dlmrt_gate_columns(isa.encode(), C.byref(args), is_gelu, threads)
+            args = GateArgs(ptr(divided), divided.ctypes.data + 4 * width, 2 * width, m, rows.operand, is_gelu)
+            call("gate_columns", isa, args, threads)
             assert (rows.cells == expected.cells).all()
             assert (rows.scales.view(np.uint32) == expected.scales.view(np.uint32)).all()
             assert (divided.view(np.uint32) == work.view(np.uint32)).all()
@@ -144,7 +137,7 @@ def test_scale_and_soft_cap(isa: str, rng: np.random.Generator) -> None:
 
 def test_rms_norm_without_weight(isa: str, rng: np.random.Generator) -> None:
     x, plain = rng.standard_normal((3, 40), dtype=np.float32), np.empty((3, 40), np.float32)
-    call("rms_norm", isa, RmsNormArgs(ptr(x), None, None, EPS, 3, 40, ptr(plain), Operand()))
+    call("rms_norm", isa, RmsNormArgs(ptr(x), None, EPS, 3, 40, ptr(plain), Operand()))
     np.testing.assert_allclose(plain, norm(x, np.ones(40, np.float32)), rtol=2e-5)
 
 
@@ -210,7 +203,7 @@ def test_poison_stays_in_its_row(isa: str, bad: float, rng: np.random.Generator)
     assert not np.isfinite(poisoned.scales[4])
     assert (np.delete(poisoned.values(), 4, 0) == np.delete(good.values(), 4, 0)).all()
     weight, rows = np.ones(40, np.float32), Rows(INT8, 9, 40)
-    call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 9, 40, None, rows.operand))
+    call("rms_norm", isa, RmsNormArgs(ptr(x), ptr(weight), EPS, 9, 40, None, rows.operand))
     assert np.isfinite(rows.scales).tolist() == [i != 4 for i in range(9)]
 
 
@@ -220,8 +213,8 @@ def test_fp32_results_are_equal_on_all_instruction_sets(rng: np.random.Generator
     results = []
     for isa in runnable():
         plain, rows, gate = np.empty_like(x), Rows(F32, 5, 77), x.copy()
-        call("rms_norm", isa, RmsNormArgs(ptr(x), None, ptr(weight), EPS, 5, 77, ptr(plain), Operand()))
-        call("silu_mul", isa, SiluMulArgs(ptr(gate), ptr(x), 77, 5, rows.operand))
+        call("rms_norm", isa, RmsNormArgs(ptr(x), ptr(weight), EPS, 5, 77, ptr(plain), Operand()))
+        call("gate_rows", isa, GateArgs(ptr(gate), ptr(x), 77, 5, rows.operand))
         results.append(np.concatenate([plain, rows.values()]))
     for other in results[1:]:
         assert (other == results[0]).all()

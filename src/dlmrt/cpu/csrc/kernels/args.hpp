@@ -20,7 +20,7 @@ namespace dlmrt::cpu {
 enum class DType : int32_t {
   kF32 = 0,
   kBF16 = 1,
-  kInt8 = 2,   // s8 code in [-127, 127], one fp32 scale per output column (weights) or row (operands)
+  kInt8 = 2,   // s8 code, one fp32 scale per output column (weights, -128..127) or row (operands, -127..127)
   kNVFP4 = 3,  // weights only: e2m1 nibbles, one e4m3 scale per 16 k, one fp32 scale per column
   kInt4 = 4,   // weights only: two's complement nibbles, one fp32 scale per group of 32 or 128 k
 };
@@ -36,9 +36,8 @@ constexpr int kCellBytes = 4;         // bytes of one row in one step: 4 int8, 2
 constexpr int kStepBytes = 64;        // bytes of one panel in one step
 constexpr int kBlockRows = 32;        // rows that meet a panel of 4-bit weights together
 constexpr int kHeadTile = 128;        // vocabulary entries of one head tile
-constexpr int kMaxTop = 8;            // ids per row that the head can list
 constexpr int kMaxHeadDim = 512;      // widest attention head
-constexpr int kMaxInt8Width = 66000;  // 127 * 255 * K must stay below 2^31
+constexpr int kMaxInt8Width = 65000;  // 128 * 255 * K must stay below 2^31
 constexpr float kBannedLogit = -1e30f;  // logit of a banned id; finite, so that statistics stay finite
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -110,10 +109,9 @@ constexpr int64_t weight_scratch_bytes(const Weight& w) {
              : 0;
 }
 
-// x += delta (when given); y = weight * x / sqrt(mean(x^2) + eps), written as fp32 rows and / or operand. Units: rows.
+// y = weight * x / sqrt(mean(x^2) + eps), written as fp32 rows and / or operand. Units: rows.
 struct RmsNormArgs {
-  float* x;             // [M, width] the skip stream
-  const float* delta;   // [M, width] or null
+  const float* x;       // [M, width] the skip stream
   const float* weight;  // [width], null: 1
   float eps;
   int64_t rows, width;
@@ -129,21 +127,22 @@ struct QuantizeArgs {
   Operand out;
 };
 
-// silu(gate) * up (silu_mul) or gelu_tanh(gate) * up (gelu_mul) as an operand; `gate` is overwritten with the product.
-// width is out.width. Units: rows.
-struct SiluMulArgs {
+// silu(gate) * up or gelu_tanh(gate) * up as an operand; `gate` is overwritten with the product. width is out.width.
+// Units: rows.
+struct GateArgs {
   float* gate;
   const float* up;
   int64_t ld;  // elements between rows of gate and of up
   int64_t rows;
   Operand out;
+  int32_t is_gelu;
 };
 
 // The same product over columns that are divided between threads, in two passes whose units are panels of 16 columns: what
 // a thread multiplied stays with it. gate_columns leaves the products in place of gate and in top[m] the bits of the
 // greatest magnitude of its part of row m; pack_columns writes cells, `top` being the greatest of all parts.
-using GateColumns = void (*)(const SiluMulArgs&, bool is_gelu, Range panels, int32_t* top);
-using PackColumns = void (*)(const SiluMulArgs&, Range panels, const int32_t* top);
+using GateColumns = void (*)(const GateArgs&, Range panels, int32_t* top);
+using PackColumns = void (*)(const GateArgs&, Range panels, const int32_t* top);
 
 // x[m] += alpha * delta[m] for the rows with where[m] != 0 (null: all). Units: rows.
 struct ScaledAddArgs {
@@ -154,14 +153,13 @@ struct ScaledAddArgs {
   int64_t rows, width;
 };
 
-// Keys and values of one layer in pages; inside a page, per kv head, both are panels of the matrix kernels:
+// Keys and values of one layer in pages, page i with positions [i * page_size, ...); inside a page, per kv head, both are panels of the matrix kernels:
 //   keys [page/16][H steps][16 positions][cell], values [H/16][page steps][16 columns][cell].
 struct KvCache {
   DType dtype;        // kBF16 or kF32
   int32_t page_size;  // positions, multiple of 16
   int32_t num_kv_heads, head_dim;
   void* pages;
-  const int32_t* page_table;  // page of positions [i * page_size, ...); null: page i
 };
 constexpr int64_t kv_plane_bytes(const KvCache& c) {  // keys or values of one kv head in one page
   return c.page_size * padded_width(c.head_dim) * (kCellBytes / values_per_cell(c.dtype));
@@ -206,8 +204,14 @@ struct AttentionArgs {
 constexpr int64_t attention_units(const AttentionArgs& t) {
   return t.cache.num_kv_heads * ceil_div(t.rows * (t.num_heads / t.cache.num_kv_heads), kRowGroup);
 }
+// Elements between rows of scores: no more than `positions` need, but not a multiple of 4 KiB, since the same column of
+// eight such rows would lie in one set of the first cache.
+constexpr int64_t score_stride(int64_t positions) {
+  const int64_t stride = round_up(positions, kPanel);
+  return stride % 1024 ? stride : stride + kPanel;
+}
 constexpr int64_t attention_scratch_bytes(const AttentionArgs& t) {  // scores, probabilities, sums of one tile
-  return kRowGroup * (int64_t{t.chunk} * 8 + padded_width(t.cache.head_dim) * 4);
+  return kRowGroup * (score_stride(t.chunk) + int64_t{t.chunk} + padded_width(t.cache.head_dim)) * 4;
 }
 
 // Partial statistics of (tile, row), all [tiles][row_stride]; row_stride is M rounded up to 16.
@@ -217,10 +221,6 @@ struct HeadPartials {
   // sum (x - max) exp(x - max)
   float *max, *sum, *weighted;
   int32_t* argmax;
-  // Lists of the kMaxTop best ids, [tiles][row_stride][kMaxTop]; only those of tiles with top_slot[tile] == tile are
-  // filled: a list covers the tiles of one call. Null when no lists are wanted.
-  int32_t *top_slot, *top_id;
-  float* top_logit;
   // Best of logit + Gumbel noise; null when nothing is sampled.
   float *sample_score, *sample_logit;
   int32_t* sample_id;
@@ -254,14 +254,12 @@ constexpr int64_t head_scratch_bytes(const HeadArgs& t) {
 }
 
 // Statistics per row from the partials of all tiles, merged in tile order. Units: groups of 16 rows.
-// A row with a non-finite logit gets a non-finite log_sum_exp.
+// A row with a logit that is NaN or infinite, of an id that is not banned, gets a NaN as log_sum_exp.
 struct HeadMergeArgs {
   HeadPartials partials;
   int64_t rows, vocab;
   int32_t* argmax;                           // lowest id among equals
   float *max_logit, *log_sum_exp, *entropy;  // nats
-  int32_t* top_id;                           // [M, kMaxTop] by (logit down, id up), -1 past the vocabulary; null: none
-  float* top_logit;
   int32_t* sample_id;  // null: none
   float* sample_logit;
   float* confidence;  // probability of argmax, exact to fp32 also next to 1; null: none
@@ -302,15 +300,15 @@ struct ExpertRun {
 // Runs of ascending experts; those that no row chose have none.
 struct ExpertRuns {
   int32_t count;
-  int32_t rows;      // end of the last run
+  int32_t end;       // row behind the last run
   ExpertRun run[1];  // `count` of them
 };
 constexpr int64_t expert_runs_bytes(int64_t experts) {
   return 2 * int64_t{sizeof(int32_t)} + experts * int64_t{sizeof(ExpertRun)};
 }
-// Rows that the runs of `choices` choices can take, since each begins a row group.
-constexpr int64_t expert_rows(int64_t choices, int64_t experts) {
-  return round_up(choices + (kRowGroup - 1) * (choices < experts ? choices : experts), kRowGroup);
+// Rows that the runs of `copies` rows can take, since each begins a row group.
+constexpr int64_t expert_rows(int64_t copies, int64_t experts) {
+  return round_up(copies + (kRowGroup - 1) * (copies < experts ? copies : experts), kRowGroup);
 }
 
 // As LinearArgs for each run with the weight of its expert. Units: runs * panels of one expert.
@@ -326,9 +324,9 @@ struct ExpertLinearArgs {
 // y[m] = sum over the row's choices, in the order of `place`, of weights[m][k] * x[place[m][k]]. Units: rows.
 struct CombineArgs {
   const float* x;        // rows of all runs
-  const int32_t* place;  // [M, choices] ascending
-  const float* weights;  // [M, choices]
-  int64_t rows, choices, width;
+  const int32_t* place;  // [M, top_k] ascending
+  const float* weights;  // [M, top_k]
+  int64_t rows, top_k, width;
   float* y;  // [M, width]
 };
 
@@ -356,8 +354,7 @@ struct KernelTable {
   void (*linear)(const LinearArgs&, Range panels, void* scratch);
   void (*rms_norm)(const RmsNormArgs&, Range rows);
   void (*quantize_rows)(const QuantizeArgs&, Range rows);
-  void (*silu_mul)(const SiluMulArgs&, Range rows);
-  void (*gelu_mul)(const SiluMulArgs&, Range rows);
+  void (*gate_rows)(const GateArgs&, Range rows);
   GateColumns gate_columns;
   PackColumns pack_columns;
   void (*scaled_add)(const ScaledAddArgs&, Range rows);

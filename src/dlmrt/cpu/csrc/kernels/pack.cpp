@@ -5,7 +5,6 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
-#include <vector>
 
 namespace dlmrt::cpu {
 namespace {
@@ -123,9 +122,8 @@ void pack_int4(const Weight& w, const Column& c, int64_t n, int8_t* codes) {
 
 }  // namespace
 
-void pack(const Source* sources, int count, const Weight& into, Range panels) {
+void pack(const Source* sources, int count, const Weight& into, Range panels, int8_t* codes) {
   assert(into.dtype != DType::kInt8 || into.k <= kMaxInt8Width);
-  std::vector<int8_t> codes(static_cast<size_t>(into.k));
   for (int64_t p = panels.begin; p < panels.end; p++) {
     std::memset(panel_of(into, p), 0, static_cast<size_t>(panel_bytes(into.dtype, into.group, into.k)));
     for (int64_t n = p * kPanel; n < (p + 1) * kPanel; n++) {
@@ -136,18 +134,12 @@ void pack(const Source* sources, int count, const Weight& into, Range panels) {
       switch (into.dtype) {
         case DType::kF32:
         case DType::kBF16: pack_float(into, c, n); break;
-        case DType::kInt8: pack_int8(into, c, n, codes.data()); break;
+        case DType::kInt8: pack_int8(into, c, n, codes); break;
         case DType::kNVFP4: pack_nvfp4(into, c, n); break;
-        case DType::kInt4: pack_int4(into, c, n, codes.data()); break;
+        case DType::kInt4: pack_int4(into, c, n, codes); break;
       }
     }
   }
-}
-
-int64_t find_bad_scale(const uint8_t* scales, int64_t n) {
-  for (int64_t i = 0; i < n; i++)
-    if (scales[i] > 0x7e) return i;
-  return -1;
 }
 
 }  // namespace dlmrt::cpu

@@ -18,16 +18,14 @@ struct Source {
   const void* data;             // kNVFP4: [rows][K/2] bytes, low half first
   int64_t rows, ld;             // ld in elements
   const float* scales;          // kInt8: [rows] for a kInt8 weight, [rows][K/group] for a kInt4 weight
-  const uint8_t* block_scales;  // kNVFP4: e4m3 [rows][K/16], checked by find_bad_scale
+  const uint8_t* block_scales;  // kNVFP4: e4m3 [rows][K/16], none of them NaN or negative
   float global_scale;           // kNVFP4, as a multiplier
 };
 
 // Fills panels `panels` of `into` (memory, dtype, group, n, k set by the caller) from `count` sources of into.n rows in
 // all.
 //   kF32, kBF16 from kF32, kBF16;  kInt8 and kInt4 from kF32, kBF16 or kInt8;  kNVFP4 from kNVFP4.
-void pack(const Source* sources, int count, const Weight& into, Range panels);
-
-// Index of the first of n e4m3 block scales that is NaN or negative, -1 if all are usable.
-int64_t find_bad_scale(const uint8_t* scales, int64_t n);
+// `codes` has room for into.k of them, the caller's: nothing is allocated here, where no exception may leave a pool.
+void pack(const Source* sources, int count, const Weight& into, Range panels, int8_t* codes);
 
 }  // namespace dlmrt::cpu

@@ -2,9 +2,9 @@
 #include "pool.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <fstream>
-#include <new>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -17,22 +17,14 @@
 #endif
 #include <pthread.h>
 
+#include "floats.hpp"
+#include "memory.hpp"
+
 namespace dlmrt::cpu {
 namespace {
 
 constexpr int kSpins = 4000;  // pauses before yielding: about 0.1-0.3 ms
 constexpr int kYields = 200;  // yields before sleeping
-
-std::atomic<int> forks{0};  // how often this process was forked off
-std::mutex revival;         // taken to replace what a fork left behind
-
-void watch_forks() {
-  static const int failed = pthread_atfork(nullptr, nullptr, [] {
-    new (&revival) std::mutex;  // whoever held it stayed in the parent
-    forks.fetch_add(1);
-  });
-  if (failed) throw std::runtime_error("pthread_atfork failed: out of memory");
-}
 
 void pause() {
 #if defined(__x86_64__)
@@ -71,7 +63,15 @@ int cgroup_limit(int none) {
 }
 #endif
 
+std::atomic<int> num_forks{0};
+
 }  // namespace
+
+int forks() {
+  static const int failed = pthread_atfork(nullptr, nullptr, [] { num_forks.fetch_add(1); });
+  if (failed) throw std::runtime_error("pthread_atfork failed: out of memory");
+  return num_forks.load();
+}
 
 int default_num_threads() {
   const int logical = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
@@ -103,8 +103,10 @@ struct Pool::Shared {
   Function function = nullptr;
   void* arg = nullptr;
   std::vector<std::thread> workers;
-  int born_after = forks.load();
+  std::unique_ptr<AlignedBytes> scratch;
+  std::atomic<int64_t> scratch_bytes{0};
 
+  ~Shared() { stop(); }
   void publish() {
     generation.fetch_add(1);  // sequentially consistent: ordered against `sleepers`
     if (sleepers.load()) {
@@ -122,6 +124,7 @@ struct Pool::Shared {
     }
   }
   void work(int worker, uint64_t seen) {
+    const PlainFloats plain;
     for (;; seen++) {  // one generation at a time: run waits for all
       for (int s = 0; generation.load(std::memory_order_acquire) == seen; s++) {
         if (s < kSpins) pause();
@@ -148,33 +151,32 @@ struct Pool::Shared {
   }
 };
 
-Pool::Pool(int num_threads) : num_threads_(num_threads), shared_(std::make_unique<Shared>()) {
+Pool::Pool(int num_threads) : num_threads_(num_threads) {
   if (num_threads < 1)
     throw std::invalid_argument("a thread pool needs at least 1 thread, got " + std::to_string(num_threads));
-  watch_forks();
+  shared_ = std::make_unique<Forkable<Shared>>();
 }
 
-Pool::~Pool() {
-  if (shared_->born_after == forks.load()) shared_->stop();
-  else static_cast<void>(shared_.release());  // the threads stayed in the parent
-}
+Pool::~Pool() = default;
 
-// In a child of fork() the old threads do not exist and their locks may be held for ever: leave all of it, begin anew.
-Pool::Shared& Pool::current() {
-  if (shared_->born_after == forks.load()) return *shared_;
-  std::lock_guard<std::mutex> lock(revival);
-  if (shared_->born_after != forks.load()) {
-    static_cast<void>(shared_.release());
-    shared_ = std::make_unique<Shared>();
+std::unique_lock<std::mutex> Pool::hold() { return std::unique_lock<std::mutex>((*shared_)->holder); }
+
+void* Pool::scratch(int64_t bytes) {
+  Shared& s = **shared_;
+  if (!s.scratch || bytes > s.scratch_bytes) {
+    s.scratch.reset();  // the old one goes before the new one comes
+    s.scratch_bytes = 0;
+    s.scratch = std::make_unique<AlignedBytes>(bytes);
+    s.scratch_bytes = bytes;
   }
-  return *shared_;
+  return s.scratch->data();
 }
 
-std::unique_lock<std::mutex> Pool::hold() { return std::unique_lock<std::mutex>(current().holder); }
+int64_t Pool::scratch_bytes() { return (*shared_)->scratch_bytes; }
 
 void Pool::run_erased(Function f, void* arg) {
   if (num_threads_ == 1) return f(arg, 0);
-  Shared& s = current();
+  Shared& s = **shared_;
   if (s.workers.empty()) s.start(num_threads_);
   s.function = f;
   s.arg = arg;

@@ -7,12 +7,12 @@
 //
 // Left out: work stealing, pinning, NUMA. Source: ours.
 #pragma once
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <type_traits>
 
 #include "args.hpp"
+#include "fork.hpp"
 
 namespace dlmrt::cpu {
 
@@ -32,8 +32,13 @@ class Pool {
   // The right to run, for as long as the lock lives; a second caller waits. One decode holds it from start to end.
   [[nodiscard]] std::unique_lock<std::mutex> hold();
 
+  // Scratch of all workers, `bytes` or more; whoever holds the right to run has it, with whatever the last one left.
+  // What was had before is gone where it was smaller.
+  void* scratch(int64_t bytes);
+  int64_t scratch_bytes();
+
   // f(worker) once for each worker 0 .. size() - 1; returns when all have returned. f must not throw and must not run
-  // the pool. After fork() the first run of the child starts its own threads.
+  // the pool. After fork() the first run of the child starts its own threads. Workers compute as PlainFloats.
   template <class F>
   void run(F&& f) {
     run_erased([](void* arg, int worker) { (*static_cast<std::remove_reference_t<F>*>(arg))(worker); },
@@ -56,24 +61,13 @@ class Pool {
     });
   }
 
-  // f(Range, worker): pieces of `grain` units handed out in order, for cores of unequal speed.
-  template <class F>
-  void tiles(int64_t units, int64_t grain, F&& f) {
-    std::atomic<int64_t> next{0};
-    run([&](int worker) {
-      for (int64_t begin; (begin = next.fetch_add(grain, std::memory_order_relaxed)) < units;)
-        f(Range{begin, begin + grain < units ? begin + grain : units}, worker);
-    });
-  }
-
  private:
   struct Shared;
   using Function = void (*)(void*, int);
   void run_erased(Function f, void* arg);
-  Shared& current();
 
   const int num_threads_;
-  std::unique_ptr<Shared> shared_;
+  std::unique_ptr<Forkable<Shared>> shared_;
 };
 
 }  // namespace dlmrt::cpu

@@ -87,16 +87,16 @@ class SigmoidBlock {
            [&](int64_t g) { std::memset(admitted_ + g * size, 1, static_cast<size_t>(size)); });
   }
   void route(int64_t row, const float* scores) {
-    int32_t* chosen = t_.chosen + row * t_.choices;
-    float *weights = t_.weights + row * t_.choices, sum = 0;
+    int32_t* chosen = t_.chosen + row * t_.top_k;
+    float *weights = t_.weights + row * t_.top_k, sum = 0;
     int64_t count = 0;
-    choose(ranked_, t_.experts, admitted_, t_.choices, chosen_, [&](int64_t e) {
+    choose(ranked_, t_.experts, admitted_, t_.top_k, chosen_, [&](int64_t e) {
       chosen[count] = static_cast<int32_t>(e);
       sum += weights[count++] = scores[e];
     });
-    for (int64_t k = 0; k < t_.choices; k++)
-      weights[k] = (t_.choices > 1 ? weights[k] / (sum + 1e-20f) : weights[k]) * t_.factor;
-    sort_choices(chosen, weights, t_.choices);
+    for (int64_t k = 0; k < t_.top_k; k++)
+      weights[k] = (t_.top_k > 1 ? weights[k] / (sum + 1e-20f) : weights[k]) * t_.factor;
+    sort_choices(chosen, weights, t_.top_k);
   }
 
   const RouteSigmoidArgs& t_;
@@ -120,36 +120,36 @@ void route_softmax(const RouteSoftmaxArgs& t, Range rows, void* scratch) {
     for (int64_t e = 0; e < t.experts; e++) top = std::max(top, logits[e] * t.factor);
     for (int64_t e = 0; e < t.experts; e++) total += probabilities[e] = std::exp(logits[e] * t.factor - top);
     for (int64_t e = 0; e < t.experts; e++) probabilities[e] /= total;
-    int32_t* chosen = t.chosen + m * t.choices;
-    float* weights = t.weights + m * t.choices;
+    int32_t* chosen = t.chosen + m * t.top_k;
+    float* weights = t.weights + m * t.top_k;
     int64_t count = 0;
-    choose(probabilities, t.experts, nullptr, t.choices, is_chosen, [&](int64_t e) {
+    choose(probabilities, t.experts, nullptr, t.top_k, is_chosen, [&](int64_t e) {
       chosen[count] = static_cast<int32_t>(e);
       sum += weights[count++] = probabilities[e];
     });
-    for (int64_t k = 0; k < t.choices; k++) weights[k] = weights[k] / sum * t.expert_scale[chosen[k]];
-    sort_choices(chosen, weights, t.choices);
+    for (int64_t k = 0; k < t.top_k; k++) weights[k] = weights[k] / sum * t.expert_scale[chosen[k]];
+    sort_choices(chosen, weights, t.top_k);
   }
 }
 
 void group_choices(const GroupArgs& t) {
   ExpertRun* run = t.runs->run;
-  const int64_t choices = t.rows * t.choices;
+  const int64_t copies = t.rows * t.top_k;
   for (int32_t e = 0; e < t.experts; e++) run[e] = {e, 0, 0};
-  for (int64_t i = 0; i < choices; i++) run[t.chosen[i]].rows++;
+  for (int64_t i = 0; i < copies; i++) run[t.chosen[i]].rows++;
   int32_t begin = 0;
   for (int64_t e = 0; e < t.experts; e++) {
     run[e].begin = begin;
     begin += static_cast<int32_t>(round_up(run[e].rows, kRowGroup));
     run[e].rows = 0;
   }
-  for (int64_t i = 0; i < choices; i++) {
+  for (int64_t i = 0; i < copies; i++) {
     ExpertRun& r = run[t.chosen[i]];
     t.place[i] = r.begin + r.rows++;
   }
   t.runs->count =
       static_cast<int32_t>(std::remove_if(run, run + t.experts, [](const ExpertRun& r) { return !r.rows; }) - run);
-  t.runs->rows = begin;
+  t.runs->end = begin;
 }
 
 void gather_rows(const GatherArgs& t, Range units) {
@@ -158,11 +158,11 @@ void gather_rows(const GatherArgs& t, Range units) {
     return static_cast<uint8_t*>(o.cells) + row / kRowGroup * group + row % kRowGroup * kCellBytes;
   };
   for (int64_t i = units.begin; i < units.end; i++) {
-    const uint8_t* from = row_of(t.from, i / t.choices);
+    const uint8_t* from = row_of(t.from, i / t.top_k);
     uint8_t* to = row_of(t.to, t.place[i]);
     for (int64_t s = 0; s < steps; s++)
       std::memcpy(to + s * kRowGroup * kCellBytes, from + s * kRowGroup * kCellBytes, kCellBytes);
-    if (t.from.scales) t.to.scales[t.place[i]] = t.from.scales[i / t.choices];
+    if (t.from.scales) t.to.scales[t.place[i]] = t.from.scales[i / t.top_k];
   }
 }
 

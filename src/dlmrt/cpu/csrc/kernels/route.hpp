@@ -1,4 +1,5 @@
-// Which experts a row goes to, and where its copies stand. Plain C++ on a few numbers a row, alike on every machine.
+// Which experts a row goes to, and where its copies stand. Plain C++ on a few numbers a row, the same for all instruction
+// sets. The exponentials are those of the C library, so two machines agree to the bit if they have the same one.
 //
 // Choices of a row are written by ascending expert: that is the order in which their results are added.
 //
@@ -14,7 +15,7 @@ namespace dlmrt::cpu {
 struct RouteSigmoidArgs {
   const float* logits;  // [M, E]
   const float* bias;    // [E]
-  int64_t rows, experts, choices;
+  int64_t rows, experts, top_k;  // top_k: K
   int32_t groups, kept_groups;
   int32_t capacity;      // 0: none
   int32_t block_length;  // rows of a block; 1 without capacity
@@ -31,7 +32,7 @@ void route_sigmoid(const RouteSigmoidArgs& t, Range blocks, void* scratch);
 struct RouteSoftmaxArgs {
   const float* logits;  // [M, E]
   const float* expert_scale;
-  int64_t rows, experts, choices;
+  int64_t rows, experts, top_k;
   float factor;
   int32_t* chosen;
   float* weights;
@@ -41,7 +42,7 @@ void route_softmax(const RouteSoftmaxArgs& t, Range rows, void* scratch);
 // Runs of the chosen experts, and the row of each choice among them.
 struct GroupArgs {
   const int32_t* chosen;  // [M, K] ascending in a row
-  int64_t rows, experts, choices;
+  int64_t rows, experts, top_k;
   ExpertRuns* runs;
   int32_t* place;  // [M, K]
 };
@@ -50,7 +51,7 @@ void group_choices(const GroupArgs& t);
 // Copies each row of an operand to the places of its choices. Units: choices of all rows.
 struct GatherArgs {
   Operand from, to;
-  int64_t choices;
+  int64_t top_k;
   const int32_t* place;
 };
 void gather_rows(const GatherArgs& t, Range units);

@@ -22,7 +22,7 @@ struct AttentionTile {
   uint8_t* weights;                               // operand group of probabilities, chunk wide
   float* sums;                                    // [8][H padded]
   float top[kRowGroup], total[kRowGroup];
-  int64_t stride;  // between rows of scores: no more than needed, as rows a power of two apart share cache sets
+  int64_t stride;  // between rows of scores, see score_stride
 
   static constexpr DType kType = kSame<D, DotF32> ? DType::kF32 : DType::kBF16;
   static constexpr int64_t kCell = values_per_cell(kType);
@@ -139,7 +139,7 @@ struct AttentionTile {
       total[i] = 0.f;
       for (int64_t k = 0; k < width(); k += 16) store(sums + i * width() + k, splat(0.f));
     }
-    stride = longest < t.chunk ? round_up(longest, kPanel) : t.chunk;
+    stride = score_stride(longest < t.chunk ? longest : t.chunk);
     for (int64_t begin = earliest / t.chunk * t.chunk; begin < longest; begin += t.chunk) {
       const int64_t end = longest - begin < t.chunk ? longest : begin + t.chunk;
       const int64_t lead = earliest > begin ? (earliest - begin) / kPanel * kPanel : 0;  // seen by no row
@@ -173,7 +173,7 @@ void attend(const AttentionArgs& t, Range units, void* scratch) {
   const int64_t group_bytes = operand_bytes(c.dtype, q_rows, c.head_dim),
                 tile_bytes = operand_bytes(c.dtype, kRowGroup, c.head_dim);
   float* scores = static_cast<float*>(scratch);
-  float* sums = scores + kRowGroup * t.chunk;
+  float* sums = scores + kRowGroup * score_stride(t.chunk);
   uint8_t* weights = reinterpret_cast<uint8_t*>(sums + kRowGroup * padded_width(c.head_dim));
   for (int64_t u = units.begin; u < units.end; u++) {
     const int64_t head = u / tiles, row = u % tiles * kRowGroup;
@@ -196,7 +196,7 @@ void attend(const AttentionArgs& t, Range units, void* scratch) {
     tile.run();
     for (int i = 0; i < tile.rows; i++) {
       float* out = t.out + (row + i) / group * t.ld_out + (head * group + (row + i) % group) * c.head_dim;
-      const F32 inverse = splat(tile.visible[i] > 0 ? 1.f / tile.total[i] : 0.f);
+      const F32 inverse = splat(tile.visible[i] > tile.begins[i] ? 1.f / tile.total[i] : 0.f);
       for (int64_t k = 0; k < c.head_dim; k += 16)
         store_upto16(out + k, mul(load(sums + i * tile.width() + k), inverse), c.head_dim - k);
     }

@@ -1,4 +1,4 @@
-// Grouped products of a mixture of experts, the gate of Gemma's layers, and small row-wise kernels.
+// Grouped products of a mixture of experts, gates in parts of columns, and small row-wise kernels.
 //
 // Rows that chose an expert stand side by side, so an expert is a product like any other and its weights are read once
 // for all of them. An output row depends neither on the other rows of its run nor on the division into units.
@@ -9,38 +9,21 @@
 namespace dlmrt::cpu {
 namespace {
 
-// gelu_tanh(x) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
-inline F32 gelu_tanh(F32 x) {
-  const F32 twice_u = mul(mul(x, splat(1.5957691216f)), fma(mul(x, x), splat(0.044715f), splat(1.f)));
-  return div(x, add(splat(1.f), exp(sub(splat(0.f), twice_u))));
-}
-
-void gelu_mul(const SiluMulArgs& t, Range rows) {
-  const int64_t n = t.out.width;
-  for (int64_t m = rows.begin; m < rows.end; m++) {
-    float* gate = t.gate + m * t.ld;
-    const float* up = t.up + m * t.ld;
-    for (int64_t k = 0; k < n; k += 16)
-      store_upto16(gate + k, mul(gelu_tanh(load_upto16(gate + k, n - k)), load_upto16(up + k, n - k)), n - k);
-    write_operand_row(t.out, m, [&](int64_t k) { return load_upto16(gate + k, n - k); });
-  }
-}
-
-void gate_columns(const SiluMulArgs& t, bool is_gelu, Range panels, int32_t* top) {
+void gate_columns(const GateArgs& t, Range panels, int32_t* top) {
   const int64_t n = t.out.width, end = panels.end * kPanel < n ? panels.end * kPanel : n;
   for (int64_t m = 0; m < t.rows; m++) {
     float* gate = t.gate + m * t.ld;
     const float* up = t.up + m * t.ld;
     MagnitudeMax most;
     for (int64_t k = panels.begin * kPanel; k < end; k += 16) {
-      const F32 g = load_upto16(gate + k, n - k), y = mul(is_gelu ? gelu_tanh(g) : silu(g), load_upto16(up + k, n - k));
+      const F32 y = gated(t.is_gelu, load_upto16(gate + k, n - k), load_upto16(up + k, n - k));
       most.see(y);
       store_upto16(gate + k, y, n - k);
     }
     top[m] = reduce_max(most.top);
   }
 }
-void pack_columns(const SiluMulArgs& t, Range panels, const int32_t* top) {
+void pack_columns(const GateArgs& t, Range panels, const int32_t* top) {
   const int64_t n = t.out.width, end = panels.end * kPanel < n ? panels.end * kPanel : n;
   for (int64_t m = 0; m < t.rows; m++) {
     CellWriter w = writer(t.out, m);
@@ -67,7 +50,7 @@ void soft_cap(const SoftCapArgs& t, Range rows) {
   for (int64_t m = rows.begin; m < rows.end; m++)
     for (int64_t k = 0; k < t.width; k += 16) {
       float* x = t.x + m * t.width + k;
-      store_upto16(x, mul(cap, tanh(mul(load_upto16(x, t.width - k), inverse))), t.width - k);
+      store_upto16(x, soft_capped(load_upto16(x, t.width - k), cap, inverse), t.width - k);
     }
 }
 
@@ -93,7 +76,7 @@ void combine(const CombineArgs& t, Range rows) {
     for (int64_t n = 0; n < t.width; n += 16) {
       const int64_t left = t.width - n;
       F32 sum = splat(0.f);
-      for (int64_t k = m * t.choices; k < (m + 1) * t.choices; k++)
+      for (int64_t k = m * t.top_k; k < (m + 1) * t.top_k; k++)
         sum = add(sum, mul(splat(t.weights[k]), load_upto16(t.x + t.place[k] * t.width + n, left)));
       store_upto16(t.y + m * t.width + n, sum, left);
     }

@@ -2,9 +2,8 @@
 // order.
 //
 // Per (tile, row): maximum, first id that has it, sum of exp and of (x - max) exp. Sums of a tile are merged in tile
-// order, so the numbers of a row depend neither on the threads nor on the other rows. Lists of the best ids follow a
-// total order (logit down, id up) and Gumbel-max picks follow (score down, id up): they may be gathered in any
-// grouping.
+// order, so the numbers of a row depend neither on the threads nor on the other rows. Gumbel-max picks follow a total
+// order (score down, id up): they may be gathered in any grouping.
 //
 // Source: ours; Gumbel-max: Gumbel, "Statistical theory of extreme values" (1954); noise: see ../philox.hpp.
 #pragma once
@@ -13,16 +12,6 @@
 
 namespace dlmrt::cpu {
 namespace {
-
-// id order of equal logits: lower first
-inline bool before(float x, int32_t x_id, float y, int32_t y_id) { return x > y || (x == y && x_id < y_id); }
-
-inline void insert(float* logits, int32_t* ids, float x, int32_t id) {
-  int p = kMaxTop;
-  for (; p > 0 && before(x, id, logits[p - 1], ids[p - 1]); p--)
-    if (p < kMaxTop) logits[p] = logits[p - 1], ids[p] = ids[p - 1];
-  if (p < kMaxTop) logits[p] = x, ids[p] = id;
-}
 
 struct HeadTile {
   const HeadArgs& t;
@@ -53,7 +42,7 @@ struct HeadTile {
         continue;
       }
       F32 v = load(x + k);
-      if (t.softcap > 0) v = mul(cap, tanh(mul(v, inverse_cap)));
+      if (t.softcap > 0) v = soft_capped(v, cap, inverse_cap);
       if (t.temperature) v = div(v, temperature);
       v = keep_first(v, tail16(left), kBannedLogit);
       if (t.banned) {
@@ -66,10 +55,14 @@ struct HeadTile {
 
   void statistics(int64_t m, const float* x) const {
     const HeadPartials& p = t.partials;
-    F32 top = load(x);
-    for (int64_t k = 16; k < width(); k += 16) top = max(top, load(x + k));
+    F32 top = load(x), low = top;
+    for (int64_t k = 16; k < width(); k += 16) {
+      const F32 v = load(x + k);
+      top = max(top, v);
+      low = min(low, v);
+    }
     const float best = reduce_max(top);
-    const F32 shift = splat(best), floor = splat(-87.f);
+    const F32 shift = splat(best), floor = splat(kLowestExponent);
     F32 sum = splat(0.f), weighted = splat(0.f);
     int32_t where = -1;
     for (int64_t k = 0; k < width(); k += 16) {
@@ -83,24 +76,11 @@ struct HeadTile {
     }
     const int64_t at = cell(m);
     p.max[at] = best;
-    p.sum[at] = reduce_add(sum);
+    // exp(-inf) is no wrong number, so a logit of -inf would not show; a NaN or +inf does by itself.
+    const bool has_lowest = greater_mask(splat(-__FLT_MAX__), low) != 0;
+    p.sum[at] = has_lowest ? __builtin_nanf("") : reduce_add(sum);
     p.weighted[at] = reduce_add(weighted);
     p.argmax[at] = where < 0 ? static_cast<int32_t>(first_id()) : where;
-  }
-
-  // adds this tile to the list of the call that began at tile `slot`
-  void list_best(int64_t m, const float* x, int64_t slot) const {
-    const int64_t at = (slot * t.partials.row_stride + m) * kMaxTop;
-    float* best = t.partials.top_logit + at;
-    int32_t* ids = t.partials.top_id + at;
-    if (tile == slot)
-      for (int i = 0; i < kMaxTop; i++) best[i] = -__builtin_inff(), ids[i] = -1;
-    if (!(t.partials.max[cell(m)] >= best[kMaxTop - 1])) return;
-    for (int64_t k = 0; k < width(); k += 16)
-      for (unsigned mask = greater_equal_mask(load(x + k), splat(best[kMaxTop - 1])); mask; mask &= mask - 1) {
-        const int64_t i = k + __builtin_ctz(mask);
-        if (i < width()) insert(best, ids, x[i], static_cast<int32_t>(first_id() + i));
-      }
   }
 
   // `reach` is the best score of the row so far in this call; noise that cannot beat it is not computed
@@ -150,10 +130,8 @@ void head_stats(const HeadArgs& t, Range tiles, void* scratch) {
         __builtin_memcpy(t.logits + m * t.ld_logits + tile.first_id(), x,
                          static_cast<size_t>(tile.width()) * sizeof(float));
       tile.statistics(m, x);
-      if (t.partials.top_slot) tile.list_best(m, x, tiles.begin);
       if (t.gumbel) tile.sample(m, x, reach[m]);
     }
-    if (t.partials.top_slot) t.partials.top_slot[i] = static_cast<int32_t>(tiles.begin);
   }
 }
 
@@ -173,18 +151,6 @@ inline Best best_of_tiles(const float* values, const int32_t* ids, int64_t tiles
   return b;
 }
 
-void merge_top(const HeadMergeArgs& t, int64_t m) {
-  const HeadPartials& p = t.partials;
-  float* best = t.top_logit + m * kMaxTop;
-  int32_t* ids = t.top_id + m * kMaxTop;
-  for (int i = 0; i < kMaxTop; i++) best[i] = -__builtin_inff(), ids[i] = -1;
-  for (int64_t tile = 0; tile < head_tiles(t.vocab); tile++) {
-    if (p.top_slot[tile] != tile) continue;
-    const int64_t at = (tile * p.row_stride + m) * kMaxTop;
-    for (int i = 0; i < kMaxTop && p.top_id[at + i] >= 0; i++) insert(best, ids, p.top_logit[at + i], p.top_id[at + i]);
-  }
-}
-
 void merge_group(const HeadMergeArgs& t, int64_t m0) {
   const HeadPartials& p = t.partials;
   const int64_t tiles = head_tiles(t.vocab), n = p.row_stride;
@@ -193,14 +159,14 @@ void merge_group(const HeadMergeArgs& t, int64_t m0) {
   const F32 one = splat(1.f);
   F32 others = splat(0.f), weighted = splat(0.f);  // others: all ids but the best one
   for (int64_t i = 0; i < tiles; i++) {
-    const F32 d = max(splat(-87.f), sub(load(p.max + i * n + m0), top.value)), f = exp(d), s = load(p.sum + i * n + m0);
+    const F32 d = max(splat(kLowestExponent), sub(load(p.max + i * n + m0), top.value)), f = exp(d),
+              s = load(p.sum + i * n + m0);
     const I32 id = load(p.argmax + i * n + m0);  // the best id of the row belongs to one tile
     const F32 own = from_bits(select_greater(id, top.id, bits(f), select_greater(top.id, id, bits(f), splat(0))));
     others = add(others, fma(f, s, own));
     weighted = fma(f, fma(d, add(s, one), load(p.weighted + i * n + m0)), weighted);
   }
-  const F32 z = add(one, others);
-  const F32 log_z = select(greater_mask(splat(.29f), others), log_of_parts(splat(0.f), others), log(z));
+  const F32 z = add(one, others), log_z = log1p(others);
   store_n(t.max_logit + m0, top.value, left);
   store_n(t.log_sum_exp + m0, add(top.value, log_z), left);
   store_n(t.entropy + m0, max(splat(0.f), sub(log_z, div(weighted, z))), left);
@@ -213,8 +179,6 @@ void merge_group(const HeadMergeArgs& t, int64_t m0) {
     store_n(reinterpret_cast<float*>(t.sample_id) + m0, from_bits(pick.id), left);
     store_n(t.sample_logit + m0, from_bits(logit.id), left);
   }
-  if (t.top_id)
-    for (int64_t m = m0; m < m0 + left; m++) merge_top(t, m);
 }
 void head_merge(const HeadMergeArgs& t, Range row_groups) {
   for (int64_t g = row_groups.begin; g < row_groups.end; g++) merge_group(t, g * 16);

@@ -9,9 +9,11 @@
 namespace dlmrt::cpu {
 namespace {
 
-// exp(x), x clamped to [-87, 88]; exactly 1 at 0.
+constexpr float kLowestExponent = -87.f;  // exp of -87.34 is the least normal number: polynomials end before it
+
+// exp(x), x clamped to [kLowestExponent, 88]; exactly 1 at 0.
 inline F32 exp(F32 x) {
-  x = max(splat(-87.f), min(splat(88.f), x));
+  x = max(splat(kLowestExponent), min(splat(88.f), x));
   const I32 n = to_int(mul(x, splat(1.44269504f)));
   const F32 nf = to_float(n);
   F32 r = fnma(nf, splat(0.693359375f), x);
@@ -50,18 +52,30 @@ inline F32 log(F32 x) {
   const F32 y = log_of_parts(to_float(e), sub(from_bits(sub(u, shift_left<23>(e))), splat(1.f)));
   return add(y, sub(x, x));  // the bits of a NaN look like a number
 }
+// log(1 + x) of x > -1. The sum would round off the digits of a small x: within what log_of_parts takes, which begins at
+// sqrt(1/2) - 1 = -.2929, x is used as it is.
+inline F32 log1p(F32 x) {
+  const unsigned is_small = greater_mask(splat(.29f), from_bits(bit_and(bits(x), splat(0x7fffffff))));
+  return select(is_small, log_of_parts(splat(0.f), x), log(add(splat(1.f), x)));
+}
 // Standard Gumbel noise -log(-log(1 - u)) of u within (0, 1); small u keep their precision.
 inline F32 gumbel(F32 u) {
-  const F32 zero = splat(0.f), one = splat(1.f);
-  const unsigned small = greater_mask(splat(.29f), u);
-  const F32 inner = select(small, log_of_parts(zero, sub(zero, u)), log(sub(one, u)));
-  return sub(zero, log(sub(zero, inner)));
+  const F32 zero = splat(0.f);
+  return sub(zero, log(sub(zero, log1p(sub(zero, u)))));
 }
 
 // tanh(x) = 1 - 2 / (exp(2 x) + 1)
 inline F32 tanh(F32 x) { return sub(splat(1.f), div(splat(2.f), add(exp(add(x, x)), splat(1.f)))); }
+// cap * tanh(x / cap), the cap given with its reciprocal
+inline F32 soft_capped(F32 x, F32 cap, F32 inverse_cap) { return mul(cap, tanh(mul(x, inverse_cap))); }
 // x / (1 + exp(-x))
 inline F32 silu(F32 x) { return div(x, add(splat(1.f), exp(sub(splat(0.f), x)))); }
+// gelu_tanh(x) = x / (1 + exp(-2 u)), u = sqrt(2 / pi) (x + 0.044715 x^3)
+inline F32 gelu_tanh(F32 x) {
+  const F32 twice_u = mul(mul(x, splat(1.5957691216f)), fma(mul(x, x), splat(0.044715f), splat(1.f)));
+  return div(x, add(splat(1.f), exp(sub(splat(0.f), twice_u))));
+}
+inline F32 gated(bool is_gelu, F32 gate, F32 up) { return mul(is_gelu ? gelu_tanh(gate) : silu(gate), up); }
 
 // fp32 -> bf16, nearest even; NaN becomes a quiet NaN.
 inline void store_bf16(uint16_t* p, F32 x) {

@@ -1,4 +1,4 @@
-// Row-wise kernels: norm, quantise, SwiGLU, scaled add, embedding rows, q/k norm with rotary phases and the KV store.
+// Row-wise kernels: norm, quantise, gated product, scaled add, embedding rows, q/k norm with rotary phases and the KV store.
 //
 // A row is the unit, and its sums run over sixteen virtual lanes in ascending order, so no row sees another one.
 // Operands are written as cells directly: a product never waits for a separate packing pass.
@@ -29,13 +29,13 @@ void quantize_rows(const QuantizeArgs& t, Range rows) {
   }
 }
 
-void silu_mul(const SiluMulArgs& t, Range rows) {
+void gate_rows(const GateArgs& t, Range rows) {
   const int64_t n = t.out.width;
   for (int64_t m = rows.begin; m < rows.end; m++) {
     float* gate = t.gate + m * t.ld;
     const float* up = t.up + m * t.ld;
     for (int64_t k = 0; k < n; k += 16)
-      store_upto16(gate + k, mul(silu(load_upto16(gate + k, n - k)), load_upto16(up + k, n - k)), n - k);
+      store_upto16(gate + k, gated(t.is_gelu, load_upto16(gate + k, n - k), load_upto16(up + k, n - k)), n - k);
     write_operand_row(t.out, m, [&](int64_t k) { return load_upto16(gate + k, n - k); });
   }
 }
@@ -47,14 +47,10 @@ inline float inverse_rms(F32 sum_of_squares, int64_t n, float eps) {
 void rms_norm(const RmsNormArgs& t, Range rows) {
   const int64_t n = t.width;
   for (int64_t m = rows.begin; m < rows.end; m++) {
-    float* x = t.x + m * n;
+    const float* x = t.x + m * n;
     F32 squares = splat(0.f);
     for (int64_t k = 0; k < n; k += 16) {
-      F32 v = load_upto16(x + k, n - k);
-      if (t.delta) {
-        v = add(v, load_upto16(t.delta + m * n + k, n - k));
-        store_upto16(x + k, v, n - k);
-      }
+      const F32 v = load_upto16(x + k, n - k);
       squares = fma(v, v, squares);
     }
     const F32 r = splat(inverse_rms(squares, n, t.eps));
@@ -126,8 +122,8 @@ void embed(const EmbedArgs& t, Range rows) {
 
 // ---- KV cache addressing
 inline uint8_t* kv_plane(const KvCache& c, int64_t position, int64_t head, bool values) {
-  const int64_t page = c.page_table ? c.page_table[position / c.page_size] : position / c.page_size;
-  return static_cast<uint8_t*>(c.pages) + page * kv_page_bytes(c) + (2 * head + values) * kv_plane_bytes(c);
+  return static_cast<uint8_t*>(c.pages) + position / c.page_size * kv_page_bytes(c) +
+         (2 * head + values) * kv_plane_bytes(c);
 }
 struct HeadRow {  // one head of one row, padded to 16 with zeros
   alignas(64) float v[kMaxHeadDim];

@@ -1,7 +1,7 @@
 // Sixteen virtual lanes on AVX2 and FMA: two registers. Contract: see vec_avx512.hpp.
 //
-// With DLMRT_AVXVNNI the int8 products use the 256-bit vpdpbusd; otherwise vpmaddubsw on |w| and the activation with
-// the sign of w, exact because 2 * 127 * 128 fits int16.
+// With DLMRT_AVXVNNI the int8 products use the 256-bit vpdpbusd; otherwise vpmaddubsw on |w| <= 128 and the activation,
+// of at most 127, with the sign of w: exact because 2 * 128 * 127 fits int16.
 //
 // Source: ours.
 #pragma once
@@ -86,9 +86,6 @@ inline unsigned to_mask(__m256 lo, __m256 hi) {
 }
 inline unsigned greater_mask(F32 a, F32 b) {
   return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GT_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GT_OQ));
-}
-inline unsigned greater_equal_mask(F32 a, F32 b) {
-  return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_GE_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_GE_OQ));
 }
 inline unsigned equal_mask(F32 a, F32 b) {
   return to_mask(_mm256_cmp_ps(a.lo, b.lo, _CMP_EQ_OQ), _mm256_cmp_ps(a.hi, b.hi, _CMP_EQ_OQ));

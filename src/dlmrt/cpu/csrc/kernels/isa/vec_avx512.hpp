@@ -58,7 +58,6 @@ inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
   return _mm512_mask_mov_epi32(y, _mm512_cmpgt_epi32_mask(a, b), x);
 }
 inline unsigned greater_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
-inline unsigned greater_equal_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_GE_OQ); }
 inline unsigned equal_mask(F32 a, F32 b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline F32 select(unsigned mask, F32 x, F32 y) { return _mm512_mask_mov_ps(y, static_cast<__mmask16>(mask), x); }
 inline I32 select(unsigned mask, I32 x, I32 y) { return _mm512_mask_mov_epi32(y, static_cast<__mmask16>(mask), x); }

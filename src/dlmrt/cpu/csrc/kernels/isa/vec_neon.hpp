@@ -97,7 +97,6 @@ inline unsigned mask4(uint32x4_t m) {
     return m;                          \
   }
 DLMRT_OP(greater_mask, vcgtq_f32)
-DLMRT_OP(greater_equal_mask, vcgeq_f32)
 DLMRT_OP(equal_mask, vceqq_f32)
 #undef DLMRT_OP
 

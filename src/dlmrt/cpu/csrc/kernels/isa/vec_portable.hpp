@@ -95,7 +95,6 @@ inline I32 select_greater(I32 a, I32 b, I32 x, I32 y) {
     return m;                          \
   }
 DLMRT_OP(greater_mask, >)
-DLMRT_OP(greater_equal_mask, >=)
 DLMRT_OP(equal_mask, ==)
 #undef DLMRT_OP
 inline F32 select(unsigned mask, F32 x, F32 y) { DLMRT_LANES y.v[i] = mask >> i & 1 ? x.v[i] : y.v[i]; return y; }
