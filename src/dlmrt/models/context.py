@@ -77,7 +77,8 @@ class ContextChecks:
     def _residual_rows(self, canvas_L: Int32, where_L: Bool | None) -> Bool | None:
         """The rows that receive a residual; None: all."""
         if where_L is None and self.diffusion.residual.where == "masked":
-            return np.asarray(canvas_L) == self.diffusion.mask_token_id
+            is_masked_L: Bool = np.asarray(canvas_L) == self.diffusion.mask_token_id
+            return is_masked_L
         return where_L
 
 

@@ -94,7 +94,7 @@ class _Leader:
         self._part, self._group, self._kept = part, group, _Kept()
         self.dtype, self.vocab_size, self.has_residual = part.dtype, part.vocab_size, part.has_residual
         self.num_ranks = group.size
-        self.num_threads = part.num_threads  # of this rank
+        self.num_threads: int | None = getattr(part, "num_threads", None)  # of this rank
         self._numbers = 0
 
     def reset(self) -> None:
