@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 import torch
 
@@ -39,9 +39,10 @@ class Machine:
 
     def __init__(self, size: int, *, stops: tuple[int, int] | None = None) -> None:
         self.size, self.stops = size, stops
-        self.num_meetings = [0] * size
+        self.num_meetings, self._num_told = [0] * size, [0] * size
         self._turn = threading.Lock()
-        self._come = threading.Barrier(size)
+        self._come = threading.Condition()
+        self._gone: set[int] = set()
         self._exchange = threading.Barrier(size)
         self._shown: list[torch.Tensor | None] = [None] * size
         self._commands = [queue.SimpleQueue() for _ in range(size)]
@@ -54,13 +55,18 @@ class Machine:
             return
         name = threading.current_thread().name
         rank = int(name) if name.isdigit() else 0  # the leader and its thread for the loop have other names
-        self.num_meetings[rank] += 1
-        if self.stops == (rank, self.num_meetings[rank]):
+        self.num_meetings[rank] = meeting = self.num_meetings[rank] + 1
+        if self.stops == (rank, meeting):
             raise Stopped
         self._half(launch, WAITS=False)
-        with suppress(threading.BrokenBarrierError):  # one is gone; the kernel waits in vain
-            self._come.wait(PATIENCE_S)
+        with self._come:  # for one that is gone the kernel waits in vain
+            self._num_told[rank] = meeting
+            self._come.notify_all()
+            self._come.wait_for(lambda: all(self._num_told[q] >= meeting for q in self._present()), PATIENCE_S)
         self._half(launch, TELLS=False)
+
+    def _present(self) -> set[int]:
+        return set(range(self.size)) - self._gone
 
     def _half(self, launch: Launch, **half: bool) -> None:
         with self._turn:
@@ -84,9 +90,11 @@ class Machine:
 
         return allocate
 
-    def leave(self) -> None:
+    def leave(self, rank: int) -> None:
         """A rank is gone."""
-        self._come.abort()
+        with self._come:
+            self._gone.add(rank)
+            self._come.notify_all()
         self._exchange.abort()
 
     def commands(self, rank: int) -> queue.SimpleQueue:
@@ -174,7 +182,7 @@ class Ranks:
 
     def __exit__(self, *error) -> None:
         if error[0] is not None:
-            self._machine.leave()
+            self._machine.leave(0)
         for rank in range(1, self._machine.size):
             self._machine.commands(rank).put(b"")
         for thread in self._threads:
@@ -186,4 +194,4 @@ class Ranks:
             obey(self.parts[rank], self._groups[rank])
         except BaseException as error:
             self.errors[rank] = error
-            self._machine.leave()
+            self._machine.leave(rank)
