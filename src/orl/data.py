@@ -109,8 +109,9 @@ class PackedStream:
     ) -> None:
         self.data, self.objective, self.noise, self.codec, self.seed = data, objective, noise, codec, seed
         self.mixture = Mixture.of(data)
-        self.stop_id = codec.tokenizer.token_to_id(END_TOKEN)
-        assert self.stop_id is not None, "model_config has checked it"
+        stop_id = codec.tokenizer.token_to_id(END_TOKEN)
+        assert stop_id is not None, "model_config has checked it"
+        self.stop_id: int = stop_id
         self.pool_idx, self.offset = 0, 0
         self.num_left_out = 0  # problems of finished pools that did not fit
         self._pool: tuple[list[Rows], int] | None = None  # bins of the current pool, problems left out of it

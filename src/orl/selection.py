@@ -47,10 +47,10 @@ class Evaluations:
     @property
     def _start(self) -> float:
         """The start model's best verified rate."""
-        return max(accuracy for accuracy, _ in self.entries[0]["points"])
+        return _best_accuracy(self.entries[0])
 
     def _has_lost_accuracy(self, entry: Mapping[str, Any]) -> bool:
-        return max(accuracy for accuracy, _ in entry["points"]) < self._start - self.section.max_accuracy_loss
+        return _best_accuracy(entry) < self._start - self.section.max_accuracy_loss
 
     def has(self, step: int) -> bool:
         """Whether the weights after `step` updates are the newest that were judged."""
@@ -72,3 +72,7 @@ class Evaluations:
         if not all(map(self._has_lost_accuracy, recent)):
             lost += f", or coverage more than {self.section.max_coverage_loss} below the first updates',"
         return f"{lost} for {self.section.patience} evaluations"
+
+
+def _best_accuracy(entry: Mapping[str, Any]) -> float:
+    return float(max(accuracy for accuracy, _ in entry["points"]))

@@ -272,11 +272,11 @@ def test_isolation_is_plain_data() -> None:
 def test_a_slow_start_does_not_count_against_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The program's clock starts when its isolation stands, and a child that took too long gets a second attempt."""
     slow = tmp_path / "slow_child.py"
-    slow.write_text(
-        f"import os, time\nfirst = not os.path.exists({str(tmp_path / 'seen')!r})\n"
-        f"open({str(tmp_path / 'seen')!r}, 'w').close()\ntime.sleep(30 if first else 2.2)\n"
-        + sandbox._CHILD.read_text()
+    delay = (
+        f"import time\nfirst = not os.path.exists({str(tmp_path / 'seen')!r})\n"
+        f"open({str(tmp_path / 'seen')!r}, 'w').close()\ntime.sleep(30 if first else 2.2)\nmain()\n"
     )
+    slow.write_text(sandbox._CHILD.read_text().removesuffix("main()\n") + delay)
     monkeypatch.setattr(sandbox, "_CHILD", slow)
     monkeypatch.setattr(sandbox, "_START_S", (0.5, 60.0))
     result = sandbox.run_python("print(2)", timeout_s=2.0)
