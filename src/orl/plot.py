@@ -37,12 +37,13 @@ def write_plots(report: Mapping[str, Any], stem: Path) -> list[Path]:
     columns = min(_COLUMNS, len(tasks))
     rows = math.ceil(len(tasks) / columns)
     figure = Figure(figsize=(4.6 * columns, 3.6 * rows), layout="constrained")
-    axes = figure.subplots(rows, columns, squeeze=False).flat
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis, (task, body) in zip(axes, tasks.items(), strict=False):
         _draw(axis, task, body)
-    for axis in list(axes)[len(tasks) :]:
+    for axis in axes[len(tasks) :]:
         axis.remove()
-    figure.axes[0].legend(fontsize=8, loc="lower left")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, fontsize=8, loc="outside upper center", ncols=len(labels))
     paths = [stem.with_suffix(".svg"), stem.with_suffix(".png")]
     with mpl.rc_context({"svg.hashsalt": "orl", "svg.fonttype": "none"}):
         figure.savefig(paths[0], metadata={"Date": None})

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 MARKED = re.findall(r"<!-- run -->\n```(bash|python)\n(.*?)```", README, flags=re.DOTALL)
-FOLDERS = ("src", "tests", "docs", "scripts", "recipes", "benchmarks", ".ci", ".github")
+FOLDERS = ("src", "tests", "docs", "scripts", "recipes", "checkpoints", "benchmarks", ".ci", ".github")
 BUILT = {"__pycache__", "dlmrt.egg-info", "build"}
 # Split, so that this file does not match itself.
 MACHINE_PATH = re.compile(r"(?<![\w.~}/])/(?:work" + r"|root|home|Users|farm|opt)/\w")
