@@ -33,7 +33,7 @@ from dlmrt.program.plan import Plan, plan
 Memory = tuple[int, int]  # address and bytes
 Place = Memory | _native.PackedWeight | _native.Ring  # or an object that owns its memory
 
-RING_SLOTS = 64  # records; the reader is woken at half of them, which steps of any model fill slower than it wakes
+RING_SLOTS = 64  # records; the reader is woken when half are there, and the loop waits when it lags by all of them
 MAX_PROGRAMS = 16  # that are kept; a model's own forwards are 3 to 6, each kind of request adds one
 
 

@@ -1,7 +1,7 @@
 // Runs a program: a flat list of operations with two kinds of jumps, over memory that was planned before.
 //
-// Nothing is allocated while it runs. Scratch of the workers is measured when the program is built; it is the pool's, since
-// one program runs at a time on a pool: a second caller waits.
+// Nothing is allocated while it runs. Scratch of the workers is measured when the program is built; it is the pool's,
+// since one program runs at a time on a pool: a second caller waits.
 //
 // Source: ours.
 #pragma once
@@ -34,8 +34,8 @@ class Runner {
   // From the first node to the last, on the calling thread and the pool. Where DLMRT_CHECKED is defined, throws
   // std::out_of_range before an operation that finds an operand out of its bounds.
   void run();
-  // The same on a thread of its own, until `join`, which any thread may call. `check` throws what ended that thread early.
-  // A thread that was started before a fork is not the child's: nothing waits for it there, and `check` says so.
+  // The same on a thread of its own, until `join`, which any thread may call. `check` throws what ended that thread
+  // early. A thread that was started before a fork is not the child's: nothing waits for it there, `check` says so.
   void start();
   void join();
   void check();

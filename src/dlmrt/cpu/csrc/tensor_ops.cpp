@@ -460,7 +460,7 @@ class SoftEmbedding : public Op {
   }
   void run(const Context& c) override {
     args_.rows = rows_();
-    // In pairs: two panels of bf16, or one line of a row, are what the product reads of the table at once.
+    // In pairs: 32 columns of a row in bf16 are one cache line, which two threads would both read.
     c.pool.split(num_panels(args_.width), 2, [&](Range r, int) { c.kernels.soft_embedding(args_, r); });
   }
 

@@ -153,7 +153,8 @@ struct ScaledAddArgs {
   int64_t rows, width;
 };
 
-// Keys and values of one layer in pages, page i with positions [i * page_size, ...); inside a page, per kv head, both are panels of the matrix kernels:
+// Keys and values of one layer in pages, page i with positions [i * page_size, ...). Inside a page, per kv head, both are
+// panels of the matrix kernels:
 //   keys [page/16][H steps][16 positions][cell], values [H/16][page steps][16 columns][cell].
 struct KvCache {
   DType dtype;        // kBF16 or kF32

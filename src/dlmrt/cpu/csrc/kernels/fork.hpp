@@ -9,8 +9,8 @@ namespace dlmrt::cpu {
 // How often this process was forked off since the first call, which throws std::runtime_error without memory for it.
 int forks();
 
-// A T that begins anew in a child of fork(). The threads that shared the old one do not exist there and its locks may be
-// held for ever, so it is left where it is and never destroyed.
+// A T that begins anew in a child of fork(). The threads that shared the old one do not exist there and its locks may
+// be held for ever, so it is left where it is and never destroyed.
 template <class T>
 class Forkable {
  public:

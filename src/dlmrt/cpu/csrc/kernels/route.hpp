@@ -1,5 +1,5 @@
-// Which experts a row goes to, and where its copies stand. Plain C++ on a few numbers a row, the same for all instruction
-// sets. The exponentials are those of the C library, so two machines agree to the bit if they have the same one.
+// Which experts a row goes to, and where its copies stand. Plain C++ on a few numbers a row, the same for all
+// instruction sets. The exponentials are those of the C library: machines agree to the bit if they have the same one.
 //
 // Choices of a row are written by ascending expert: that is the order in which their results are added.
 //

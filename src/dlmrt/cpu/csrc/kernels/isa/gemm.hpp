@@ -10,7 +10,7 @@
 namespace dlmrt::cpu {
 namespace {
 
-constexpr int64_t kPrefetchBytes = 256;  // how far ahead of each stream of weights: 4 lines, by benchmarks/cpu_kernels.py
+constexpr int64_t kPrefetchBytes = 256;  // how far ahead of each stream of weights; measured in docs/log.md
 template <class A, class B>
 constexpr bool kSame = false;
 template <class A>

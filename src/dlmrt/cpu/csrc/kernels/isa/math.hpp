@@ -52,8 +52,8 @@ inline F32 log(F32 x) {
   const F32 y = log_of_parts(to_float(e), sub(from_bits(sub(u, shift_left<23>(e))), splat(1.f)));
   return add(y, sub(x, x));  // the bits of a NaN look like a number
 }
-// log(1 + x) of x > -1. The sum would round off the digits of a small x: within what log_of_parts takes, which begins at
-// sqrt(1/2) - 1 = -.2929, x is used as it is.
+// log(1 + x) of x > -1. The sum would round off the digits of a small x: within what log_of_parts takes, which begins
+// at sqrt(1/2) - 1 = -.2929, x is used as it is.
 inline F32 log1p(F32 x) {
   const unsigned is_small = greater_mask(splat(.29f), from_bits(bit_and(bits(x), splat(0x7fffffff))));
   return select(is_small, log_of_parts(splat(0.f), x), log(add(splat(1.f), x)));

@@ -1,4 +1,4 @@
-// Row-wise kernels: norm, quantise, gated product, scaled add, embedding rows, q/k norm with rotary phases and the KV store.
+// Row-wise kernels: norm, quantise, gated product, scaled add, embedding rows, q/k norm with rotary phases, KV store.
 //
 // A row is the unit, and its sums run over sixteen virtual lanes in ascending order, so no row sees another one.
 // Operands are written as cells directly: a product never waits for a separate packing pass.
