@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,7 +39,7 @@ from orl.packing import COIN_STREAM, Rows, generator
 from orl.precision import autocast
 from orl.ranks import TrainRanks, joined
 from orl.recipe import PretrainRecipe
-from orl.run_folder import RunFolder
+from orl.run_folder import FolderRun
 from orl.shard import ShardedParams, run_with, whole
 from orl.start import init_params, load_init, model_config, noise_of, open_tokenizer, restore_params
 
@@ -118,23 +117,12 @@ def _pretrain(
     return run.export()
 
 
-class Run:
+class Run(FolderRun[PretrainRecipe]):
     """Everything that a step changes: parameters, optimizers, stream, counters; and how it is saved."""
-
-    def __init__(self, recipe: PretrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
-        self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks or TrainRanks()
-        with ExitStack() as opened:  # closes what is open where a later part fails
-            self._set_up(self.ranks, opened)
-            self._opened = opened.pop_all()
 
     def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
         recipe, run_dir = self.recipe, self.path
-        self.folder: RunFolder | None = None
         if ranks.is_main:
-            self.folder = RunFolder(run_dir)
-            opened.callback(self.folder.close)
-            self.folder.check_recipe(recipe)
             self.codec = open_tokenizer(recipe, run_dir / "tokenizer")
         ranks.wait()
         if not ranks.is_main:
@@ -158,14 +146,6 @@ class Run:
         self.stream = PackedStream(recipe.data, recipe.objective, noise, self.codec, recipe.run.seed)
         if saved is not None:
             self._restore(*saved)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
 
     def train_step(self) -> dict[str, Any]:
         """Take one step and return its line of metrics.
@@ -223,11 +203,6 @@ class Run:
             self.log({"step": self.step, "eval": found})
             self.evaluated_step = self.step
         return True
-
-    def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line of metrics."""
-        if self.folder:
-            self.folder.log(entry)
 
     def save(self) -> None:
         """Write the state of this step; Ctrl-C waits for it. It passes through the memory of every process."""

@@ -19,19 +19,25 @@ import logging
 import math
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from orl.errors import RecipeError, RunFolderError
+from orl.ranks import TrainRanks
 from orl.recipe import build, differences, dump_recipe, read_toml
 from orl.trackers import Watched, open_tracker
 
 logger = logging.getLogger(__name__)
+
+Recipe = TypeVar("Recipe")
 
 _KEEP = 2
 _NUM_LINES = "num_metrics"  # in state.json: lines of metrics.jsonl when it was saved
@@ -199,3 +205,40 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+class FolderRun(ABC, Generic[Recipe]):
+    """A run with its folder, which rank 0 alone opens. A context manager: at its end all that was opened is closed.
+
+    Raises:
+        RunFolderError: the folder is open elsewhere, or belongs to a run with another recipe.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
+        self.recipe, self.path = recipe, run_dir
+        self.ranks = ranks or TrainRanks()
+        self.folder: RunFolder | None = None
+        with ExitStack() as opened:  # closes what is open where a later part fails
+            if self.ranks.is_main:
+                self.folder = RunFolder(run_dir)
+                opened.callback(self.folder.close)
+                self.folder.check_recipe(recipe)
+            self._set_up(self.ranks, opened)
+            self._opened = opened.pop_all()
+
+    @abstractmethod
+    def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
+        """Make the rest of the run; what has to be closed goes into `opened`."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
+
+    def log(self, entry: Mapping[str, Any]) -> None:
+        """Add a line of metrics."""
+        if self.folder:
+            self.folder.log(entry)

@@ -24,8 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,7 +49,7 @@ from orl.recipe import DataSection
 from orl.replay import ReplayResponse, replay_response
 from orl.retain import judge, shared_part
 from orl.rollout import RolloutPool, RolloutRequest
-from orl.run_folder import RunFolder
+from orl.run_folder import FolderRun
 from orl.selection import Evaluations
 from orl.shard import ShardedParams, whole
 from orl.start import noise_of, stop_id_of
@@ -124,23 +123,11 @@ def train(
         return run.export()
 
 
-class TrainRun:
+class TrainRun(FolderRun[TrainRecipe]):
     """Everything that an update changes: parameters, optimizer state, counters; and how it is saved."""
-
-    def __init__(self, recipe: TrainRecipe, run_dir: Path, ranks: TrainRanks | None = None) -> None:
-        self.recipe, self.path = recipe, run_dir
-        self.ranks = ranks or TrainRanks()
-        with ExitStack() as opened:  # closes what is open where a later part fails
-            self._set_up(self.ranks, opened)
-            self._opened = opened.pop_all()
 
     def _set_up(self, ranks: TrainRanks, opened: ExitStack) -> None:
         recipe, run_dir = self.recipe, self.path
-        self.folder: RunFolder | None = None
-        if ranks.is_main:
-            self.folder = RunFolder(run_dir)
-            opened.callback(self.folder.close)
-            self.folder.check_recipe(recipe)
         self.adapter = run_dir / "start_adapter" if recipe.tune.new_adapter_width else None
         self.start = start_checkpoint(
             recipe.run.init, recipe.tune, run_dir / "start_adapter", ranks, seed=recipe.run.seed
@@ -173,14 +160,6 @@ class TrainRun:
         self.banned[torch.from_numpy(banned_ids(decoded, self.codec.known_ids)).long()] = True
         if saved is not None:
             self._restore(*saved)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._opened.__exit__(kind, error, trace)
 
     def update(self) -> dict[str, Any]:
         """Roll out, train once, publish; the line of metrics.
@@ -229,11 +208,6 @@ class TrainRun:
             "rollout_s": round(rolled_out - began, 3),
             "train_s": round(ended - rolled_out, 3),
         }
-
-    def log(self, entry: Mapping[str, Any]) -> None:
-        """Add a line of metrics."""
-        if self.folder:
-            self.folder.log(entry)
 
     def evaluate_if_due(self) -> bool:
         """Evaluate before the first update, every few ones and after the last, each time once; whether it did."""

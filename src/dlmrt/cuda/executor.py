@@ -26,7 +26,8 @@ from dlmrt.cuda.weights import FileParams, Params, kept_formats
 from dlmrt.env import Environment
 from dlmrt.errors import DeviceError, UnknownOptionError, UsageError, nearest
 from dlmrt.models.config import ModelConfig
-from dlmrt.program.denoiser import ProgramDenoiser, diffusion_of
+from dlmrt.models.context import diffusion_of
+from dlmrt.program.denoiser import ProgramDenoiser
 from dlmrt.program.forwards import Formats
 from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
 from dlmrt.types import Float32

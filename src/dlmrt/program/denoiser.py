@@ -14,12 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from dlmrt.models.config import ModelConfig
-from dlmrt.models.context import ContextChecks, diffusion_of
+from dlmrt.models.context import ContextChecks
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.nodes import Program
 from dlmrt.types import Bool, Float32, Int32
-
-__all__ = ["MAX_ROWS", "ProgramDenoiser", "Store", "diffusion_of"]
 
 MAX_ROWS = 512  # of one forward that extends the context
 
