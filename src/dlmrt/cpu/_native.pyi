@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 
 HEAD_TILE: int
+ROW_GROUP: int
 GUMBEL_KEY_BYTES: int
 IS_CHECKED: bool  # operands are verified before every operation
 
@@ -39,7 +40,12 @@ Memory = tuple[int, int]  # address and bytes
 class Runner:
     def __init__(self, pool: Pool, isa: str) -> None: ...
     def add(
-        self, op: str, operands: Mapping[str, Memory | PackedWeight | Ring], attributes: Mapping[str, float]
+        self,
+        op: str,
+        operands: Mapping[str, Memory | PackedWeight | Ring],
+        attributes: Mapping[str, float],
+        span: int | None = None,
+        waits: bool = False,
     ) -> None: ...
     def begin_while(self, flag: Memory) -> None: ...
     def begin_if(self, flag: Memory) -> None: ...

@@ -5,7 +5,10 @@ quantisation of the next projection's input, q, k and v into one node that proje
 attends, gate and up into one projection with their product, the head with its statistics, so that logits exist only
 where something else reads them. The result is an ordinary `Program`, so `plan` places its scratch and `show` prints it.
 
-Left out on purpose: choices per shape; kernels take any number of rows.
+How threads share the work: by rows where that lets them run a whole layer without waiting (`Kernel.span`), which takes
+rows that go round evenly and a layer that fits the caches; otherwise every operation by columns or heads.
+
+Left out on purpose: other choices per shape; kernels take any number of rows.
 
 Source: ours; what to fuse from docs/design.md.
 """
@@ -57,16 +60,16 @@ class _Part:
         )  # fmt: skip
 
 
-def lower(program: Program, config: ModelConfig) -> Lowered:
-    """Lower `program`, which was recorded for `config`."""
-    lowering = _Lowering(program, config)
+def lower(program: Program, config: ModelConfig, *, num_threads: int = 1) -> Lowered:
+    """Lower `program`, which was recorded for `config`, for a pool of `num_threads`."""
+    lowering = _Lowering(program, config, num_threads)
     body = lowering.body(program.body)
     return Lowered(program=Program(name=f"{program.name} (cpu)", body=body), sources=lowering.sources)
 
 
 class _Lowering(Experts):
-    def __init__(self, program: Program, config: ModelConfig) -> None:
-        super().__init__(program, config)
+    def __init__(self, program: Program, config: ModelConfig, num_threads: int) -> None:
+        super().__init__(program, config, num_threads)
         # The head's copy of a tied table serves look-ups too, unless a soft embedding reads the table by rows.
         self._is_table_packed = config.tie_word_embeddings and not family_of(config).has_residual(config)
         self._heads: dict[Buffer, _Head] = {}
@@ -176,7 +179,8 @@ class _Lowering(Experts):
         weight = self._pack(*(i[name] for name in ("weight", "wq", "wk", "wv") if name in i))
         out = self._scratch("float32", (rows, weight.shape[0]))
         cells, q = self._cells_of(i["x"], OPERANDS[weight.dtype]), node.outputs["q"]
-        if node.op != "qkv_biased" and q in self._uses and maximum(weight.shape[0]) % PANEL == 0:
+        is_fused = node.op != "qkv_biased" and q in self._uses and maximum(weight.shape[0]) % PANEL == 0
+        if is_fused and not self._spans(rows):
             self._fused[q] = _Part(
                 inputs={"weight": weight} | cells.operands(), outputs={"qkv": out},
                 attributes={"operand": DTYPES[cells.dtype]},

@@ -23,11 +23,18 @@ from dlmrt.program.record import describe_rope
 PAGE_SIZE = 64  # positions of a cache page
 ATTENTION_CHUNK = 4096  # positions whose scores a worker holds at once; up to here the softmax is exact in one piece
 PANEL = 16  # columns that lie together in a packed weight
+SPAN_BYTES = 4 << 20  # most of a layer that threads share by rows: each reads all of it, one of them from memory
+SPAN_ROWS = 16  # fewest of a thread: below, a product waits for its weights
 
 # DType of kernels/args.hpp
 DTYPES = {"float32": 0, "bfloat16": 1, "int8": 2, "nvfp4": 3, "int4_g32": 4, "int4_g128": 4}
 OPERANDS = {name: name if name in ("float32", "bfloat16") else "int8" for name in DTYPES}
 _GROUPS = {"nvfp4": 16, "int4_g32": 32, "int4_g128": 128}
+# Operations that compute rows apart from each other; attention reads those of other rows that came before it.
+_ROW_OPS = {
+    "add_bias", "attention", "embed", "gated_linear", "gelu_mul", "linear", "qk_norm_rope_store", "quantize_rows",
+    "rms_norm", "scale", "scaled_add", "silu_mul",
+}  # fmt: skip
 # Operations that multiply their `x` by a matrix.
 _MATRIX_INPUTS = {"linear", "qkv", "qkv_biased", "qkv_packed", "gated_mlp", "route_sigmoid", "moe"}
 
@@ -86,7 +93,7 @@ class Forms:
 class Parts:
     """State of a lowering, and what several operations are made of."""
 
-    def __init__(self, program: Program, config: ModelConfig) -> None:
+    def __init__(self, program: Program, config: ModelConfig, num_threads: int) -> None:
         self.sources: dict[Buffer, tuple[Buffer, ...]] = {}
         self._packed: dict[tuple[Buffer, ...], Buffer] = {}
         self._forms = Forms()
@@ -98,6 +105,7 @@ class Parts:
             if isinstance(node, Kernel):
                 for role, buffer in node.inputs.items():
                     self._uses.setdefault(buffer, []).append((node, role))
+        self._num_threads, self._num_spans, self._layer_bytes = num_threads, 0, _layer_bytes(program)
         contexts = [b.shape for b in program.buffers() if b.name.startswith(CONTEXT)]
         capacity = maximum(contexts[0][0]) if contexts else 0
         self._ropes: dict[tuple[str, int], Rope] = {}
@@ -205,7 +213,7 @@ class Parts:
         dtype, n, k = tensors[0].dtype, sum(maximum(t.shape[-2]) for t in tensors), maximum(tensors[0].shape[-1])
         assert all(t.dtype == dtype for t in tensors), "tensors of one projection have one format"
         stack = tuple(maximum(size) for size in tensors[0].shape[:-2])
-        num_bytes = _native.weight_bytes(DTYPES[dtype], group_of(dtype), n, k, *(stack or (1,)))
+        num_bytes = _packed_bytes(dtype, n, k, *stack)
         first, *others = (t.name.removesuffix(".weight") for t in tensors)
         name = "+".join((first, *(other.rpartition(".")[2] for other in others)))
         packed = Buffer(
@@ -256,7 +264,43 @@ class Parts:
         count = {"rows": rows.count} if isinstance(rows, Rows) else {}
         if rows is not None:
             attributes["max_rows" if count else "rows"] = maximum(rows)
-        self._nodes.append(Kernel(op=op, inputs=dict(inputs) | count, outputs=dict(outputs), attributes=attributes))
+        span = None
+        is_head = op == "linear" and inputs["weight"].num_bytes > SPAN_BYTES
+        if op in _ROW_OPS and rows is not None and self._spans(rows) and not is_head:
+            before = self._nodes[-1] if self._nodes else None
+            if isinstance(before, Kernel) and before.span is not None and before.attributes["rows"] == rows:
+                span = before.span
+            else:
+                span, self._num_spans = self._num_spans, self._num_spans + 1
+        self._nodes.append(
+            Kernel(
+                op=op, inputs=dict(inputs) | count, outputs=dict(outputs), attributes=attributes, span=span,
+                waits=span is not None and op == "attention",
+            )
+        )  # fmt: skip
+
+    def _spans(self, rows: Dim) -> bool:
+        """Whether threads share operations over `rows` rows by rows: each gets as many, and enough of them."""
+        share, rest = divmod(maximum(rows), self._num_threads)
+        is_even = not isinstance(rows, Rows) and rest == 0 and share % _native.ROW_GROUP == 0
+        return self._num_threads > 1 and is_even and share >= SPAN_ROWS and self._layer_bytes <= SPAN_BYTES
+
+
+def _layer_bytes(program: Program) -> int:
+    """Bytes of the largest MLP and of the largest projections into heads."""
+    most = {"qkv": 0, "gated_mlp": 0}
+    for node in walk(program.body):
+        if not isinstance(node, Kernel):
+            continue
+        kind = "qkv" if node.op.startswith("qkv") else node.op
+        if kind in most:
+            matrices = [b for b in node.inputs.values() if b.kind == "weight" and len(b.shape) == 2]
+            most[kind] = max(most[kind], sum(_packed_bytes(b.dtype, *map(maximum, b.shape)) for b in matrices))
+    return sum(most.values())
+
+
+def _packed_bytes(dtype: str, n: int, k: int, count: int = 1) -> int:
+    return _native.weight_bytes(DTYPES[dtype], group_of(dtype), n, k, count)
 
 
 def gate_op(node: Kernel) -> str:

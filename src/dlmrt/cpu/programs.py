@@ -137,7 +137,7 @@ class ProgramStore:
         """What `record` gives, lowered and placed: for `capacity`, or for no more than is asked for if that fits."""
         while True:
             recorded = record()
-            lowered = lower(recorded, self.config)
+            lowered = lower(recorded, self.config, num_threads=self.num_threads)
             placement = plan(lowered.program)
             try:
                 check_fits(self._missing_bytes(lowered.program, placement, record_types(recorded)), "the model")
@@ -277,7 +277,8 @@ def _add(runner: _native.Runner, body: tuple[Node, ...], places: Mapping[Buffer,
     for node in body:
         if isinstance(node, Kernel):
             operands = {role: places[b] for role, b in (*node.inputs.items(), *node.outputs.items())}
-            runner.add(node.op, operands, {name: float(value) for name, value in node.attributes.items()})
+            attributes = {name: float(value) for name, value in node.attributes.items()}
+            runner.add(node.op, operands, attributes, node.span, node.waits)
             continue
         flag = places[node.flag]
         assert isinstance(flag, tuple)

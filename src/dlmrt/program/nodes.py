@@ -68,12 +68,18 @@ def maximum(dim: Dim) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Kernel:
-    """One operation. A buffer that is both input and output is updated in place."""
+    """One operation. A buffer that is both input and output is updated in place.
+
+    Neighbours of one `span` compute rows apart from each other: every thread runs all of them for its own rows, without
+    waiting for the others, except before a kernel that `waits`, which may read what they wrote.
+    """
 
     op: str
     inputs: Mapping[str, Buffer]
     outputs: Mapping[str, Buffer]
     attributes: Mapping[str, Value] = field(default_factory=dict)
+    span: int | None = None  # None: threads divide the operation as it likes and all end before the next one begins
+    waits: bool = False  # only in a span
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

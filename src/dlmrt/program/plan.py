@@ -1,10 +1,11 @@
 """Where scratch lies: offsets in one arena, reused as soon as a buffer is dead, and what a program needs in bytes.
 
 A scratch buffer lives from the node that writes it first to the node that touches it last; if one of them stands inside
-a While and the other before it, it lives through the whole While, since the next turn may read it. Buffers that live at
-the same time never share a byte. Placement is greedy by size: the largest first, each at the lowest offset where it
-fits between those already placed. The peak is reported beside its lower bound, the largest sum of what lives at one
-moment.
+a While and the other before it, it lives through the whole While, since the next turn may read it. Inside a span
+(`Kernel.span`) threads are apart by up to the next kernel that waits, so a buffer lives through all kernels between two
+such ones. Buffers that live at the same time never share a byte. Placement is greedy by size: the largest first, each
+at the lowest offset where it fits between those already placed. The peak is reported beside its lower bound, the
+largest sum of what lives at one moment.
 
 Source: greedy by size as in Pisarchyk and Lee, "Efficient memory management for deep neural net inference"
 (arXiv 2001.03288), section 5.3.
@@ -48,7 +49,7 @@ class Plan:
 
 def plan(program: Program) -> Plan:
     """Place every scratch buffer of `program`."""
-    intervals = _Liveness(program).intervals
+    intervals = _Liveness(program).widened()
     offsets: dict[Buffer, int] = {}
     for buffer in sorted(intervals, key=lambda b: (-_aligned(b), intervals[b].first)):
         offsets[buffer] = _lowest_gap(buffer, intervals, offsets)
@@ -66,13 +67,30 @@ class _Liveness:
     def __init__(self, program: Program) -> None:
         self.intervals: dict[Buffer, Interval] = {}
         self._position = 0
+        self._phases: dict[int, Interval] = {}  # by position of a node in a span: what threads run without waiting
         self._scan(program.body, loops=())
+
+    def widened(self) -> dict[Buffer, Interval]:
+        """Intervals of which each end covers the whole phase that it lies in."""
+
+        def widen(interval: Interval) -> Interval:
+            first, last = (self._phases.get(end) for end in (interval.first, interval.last))
+            return Interval(first=first.first if first else interval.first, last=last.last if last else interval.last)
+
+        return {buffer: widen(interval) for buffer, interval in self.intervals.items()}
 
     def _scan(self, body: tuple[Node, ...], *, loops: tuple[int, ...]) -> None:
         """Visit `body`; `loops` holds the positions at which the enclosing Whiles begin, outermost first."""
+        phase: list[int] = []  # positions since the last wait
+        before_it: Node | None = None
         for node in body:
             position = self._position
             self._position += 1
+            if isinstance(node, Kernel) and node.span is not None:
+                is_next = isinstance(before_it, Kernel) and before_it.span == node.span and not node.waits
+                phase = [*phase, position] if is_next else [position]
+                self._phases |= dict.fromkeys(phase, Interval(first=phase[0], last=position))
+            before_it = node
             if isinstance(node, Kernel):
                 for buffer in (*node.inputs.values(), *node.outputs.values()):
                     self._touch(buffer, position)

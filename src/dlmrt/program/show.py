@@ -60,7 +60,8 @@ def _nodes(body: tuple[Node, ...], *, depth: int) -> list[str]:
 def _kernel(node: Kernel) -> str:
     outputs = ", ".join(_written(buffer) for buffer in node.outputs.values())
     operands = ", ".join(_operand(role, buffer) for role, buffer in node.inputs.items())
-    return f"{outputs} = {node.op}({operands}){_attributes(node.attributes)}"
+    span = "" if node.span is None else f" span {node.span}{', waits' if node.waits else ''}"
+    return f"{outputs} = {node.op}({operands}){_attributes(node.attributes)}{span}"
 
 
 def _written(buffer: Buffer) -> str:

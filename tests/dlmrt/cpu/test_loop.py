@@ -196,6 +196,19 @@ def test_thread_counts_give_the_same_bytes(threads, dtype, rng):
         assert_bit_equal(fast(one, request), fast(many, request))
 
 
+@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_threads_that_share_a_layer_by_rows_give_the_same_bytes(name, dtype, rng):
+    changes = MODELS[name] | {"diffusion": MODELS[name].get("diffusion", {}) | {"canvas_length": 32}}
+    config = tiny_config(**changes)
+    params = draw_params(config)
+    one, two = (make_cpu(config, params, dtype=dtype, num_threads=count) for count in (1, 2))
+    for sampling in SAMPLINGS.values():
+        request = request_for(config, rng.integers(0, 250, 21), max_tokens=90, **RULES["threshold"], **sampling)
+        for _ in range(3):  # threads are apart in other ways each time
+            assert_bit_equal(fast(one, request), fast(two, request))
+
+
 def test_a_request_does_not_see_the_one_before(rng):
     """K05: 200 pairs; the second, shorter request gives the bytes of a fresh engine."""
     config = tiny_config(num_layers=1, residual=with_adapter(), diffusion={"logit_shift": 1})

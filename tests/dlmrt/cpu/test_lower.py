@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -98,6 +99,66 @@ def test_logits_exist_only_where_something_reads_them():
     assert not has_logits["loop_drawn"]
     assert not has_logits["loop_indel_int8.txt"]  # it takes the statistics again where it looks for other ids
     assert has_logits["loop_filtered"] and has_logits["loop_int8_residual.txt"]
+
+
+def spanned(config, num_threads, *, canvas=32, formats=INT8):
+    """The lowered loop over `canvas` slots for so many threads."""
+    options = dataclasses.replace(GREEDY, canvas_length=canvas, use_residual=False)
+    return lower(record_loop(config, formats, options, capacity=256), config, num_threads=num_threads).program
+
+
+def spans_of(program):
+    """Kernels of each span, in order."""
+    spans = {}
+    for node in walk(program.body):
+        if isinstance(node, Kernel) and node.span is not None:
+            spans.setdefault(node.span, []).append(node)
+    return list(spans.values())
+
+
+def test_threads_go_through_all_layers_without_waiting_but_for_attention():
+    program = spanned(SHIFTED, 2)
+    assert_reads_see_own_writes(program, plan(program))
+    spans = spans_of(program)
+    num_layers = [sum(node.op == "attention" for node in nodes) for nodes in spans]
+    assert num_layers == [SHIFTED.num_layers, 0, SHIFTED.num_layers]  # a step, its final norm behind the shift, commit
+    for nodes in spans:
+        assert all(node.waits == (node.op == "attention") for node in nodes)
+        assert {node.attributes["rows"] for node in nodes} == {32}
+        body = next(b for b in bodies(program.body) if nodes[0] in b)
+        assert list(body[body.index(nodes[0]) :][: len(nodes)]) == nodes  # neighbours
+    placement = plan(program)
+    for nodes in spans:
+        waits = [i for i, node in enumerate(nodes) if node.waits]
+        for first, last in itertools.pairwise([0, *waits, len(nodes)]):
+            used = {b: None for node in nodes[first:last] for b in (*node.inputs.values(), *node.outputs.values())}
+            pieces = sorted((placement.offsets[b], b.num_bytes) for b in used if b.kind == "scratch")
+            assert all(a + size <= b for (a, size), (b, _) in itertools.pairwise(pieces))
+
+
+def bodies(body):
+    """`body` and all that are nested in it."""
+    yield body
+    for node in body:
+        if not isinstance(node, Kernel):
+            yield from bodies(node.body)
+
+
+@pytest.mark.parametrize(
+    ("config", "num_threads", "canvas"),
+    [
+        (SHIFTED, 1, 32),
+        (SHIFTED, 3, 32),
+        (SHIFTED, 4, 32),
+        (SHIFTED, 2, 24),
+        (tiny_config(intermediate_size=50_000), 2, 32),
+    ],
+    ids=["one thread", "uneven", "few rows", "rows that share a group", "large layer"],
+)
+def test_other_work_is_shared_by_columns(config, num_threads, canvas):
+    program = spanned(config, num_threads, canvas=canvas)
+    assert not spans_of(program)
+    assert any(node.op == "qkv_attention" for node in walk(program.body) if isinstance(node, Kernel))
 
 
 def test_prefill_stops_at_the_last_layers_keys_and_values():

@@ -87,9 +87,9 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self.runner, name)
 
-    def add(self, op, operands, attributes):
-        self.calls.append(("add", op, operands, attributes))
-        self.runner.add(op, operands, attributes)
+    def add(self, op, operands, attributes, *span):
+        self.calls.append(("add", op, operands, attributes, *span))
+        self.runner.add(op, operands, attributes, *span)
 
     def begin_while(self, flag):
         self.calls.append(("begin_while", flag))
@@ -186,8 +186,8 @@ def nodes(calls):
 
 def changed(calls, at, *, operands=None, attributes=None):
     """`calls` with another node at `at`."""
-    name, op, old_operands, old_attributes = calls[at]
-    node = (name, op, old_operands if operands is None else operands, attributes or old_attributes)
+    name, op, old_operands, old_attributes, *span = calls[at]
+    node = (name, op, old_operands if operands is None else operands, attributes or old_attributes, *span)
     return [*calls[:at], node, *calls[at + 1 :]]
 
 
@@ -203,7 +203,7 @@ def test_an_operand_that_is_too_small_is_refused_by_every_build(subjects, name):
     calls = subjects[name].recorder.calls
     pool, count = _native.Pool(1), 0
     for at in nodes(calls):
-        _, op, operands, attributes = calls[at]
+        _, op, operands, attributes, *_ = calls[at]
         if any(not isinstance(place, tuple) for place in operands.values()) or op == "publish":
             continue  # objects of the other module
         runner = _native.Runner(pool, "")
@@ -226,7 +226,7 @@ def test_missing_and_short_operands_and_odd_attributes(subjects, data):
     subject = subjects[data.draw(st.sampled_from(sorted(CONFIGS)))]
     calls = subject.recorder.calls
     at = data.draw(st.sampled_from(nodes(calls)))
-    _, _, operands, attributes = calls[at]
+    _, _, operands, attributes, *_ = calls[at]
     kind = data.draw(st.sampled_from(["drop", "short", "attribute", "no attribute"]))
     if kind in ("drop", "short"):
         role = data.draw(st.sampled_from(sorted(operands)))
@@ -351,3 +351,25 @@ def test_a_forward_of_too_many_rows_is_refused(checked):
                 program.runner.run()
             program.states[name][0] = kept
         program.runner.run()
+
+
+def test_what_is_of_no_span_is_refused():
+    """A span takes operations over the same rows, and only they wait."""
+    memory = np.full(32 * 16 + 16, 2, dtype=np.float32)  # 32 rows of x, and a factor
+    place = (memory.ctypes.data, 32 * 16 * 4)
+    factor = (memory[32 * 16 :].ctypes.data, 4)
+    scaled = ("scale", {"x": place, "factor": factor}, {"width": 16.0, "rows": 32.0})
+    few = ("scale", {"x": place, "factor": factor}, {"width": 16.0, "rows": 16.0})
+    shift = ("shift", {"cache": place, "context": place, "y": place}, {"width": 16.0, "rows": 8.0})
+    runner = _native.Runner(_native.Pool(2), "")
+    with pytest.raises(ValueError, match="scale: only operations of a span wait"):
+        runner.add(*scaled, None, True)
+    with pytest.raises(ValueError, match="shift: .* of no span"):
+        runner.add(*shift, 0)
+    runner.add(*scaled, 0)
+    runner.add(*scaled, 0, True)
+    with pytest.raises(ValueError, match="operations of a span have different rows"):
+        runner.add(*few, 0)
+    runner.add(*few, 1)
+    runner.run()
+    assert (memory[: 16 * 16] == 16).all() and (memory[16 * 16 : 32 * 16] == 8).all()

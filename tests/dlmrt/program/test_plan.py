@@ -58,9 +58,9 @@ def test_no_read_sees_another_buffers_write(program):
     owner = {}
     for node in timeline(program):
         for buffer in node.inputs.values():
-            assert all(owner[at] is buffer for at in span(placement, buffer)), f"{buffer.name} was overwritten"
+            assert all(owner[at] is buffer for at in bytes_of(placement, buffer)), f"{buffer.name} was overwritten"
         for buffer in node.outputs.values():
-            owner |= dict.fromkeys(span(placement, buffer), buffer)
+            owner |= dict.fromkeys(bytes_of(placement, buffer), buffer)
 
 
 @given(programs())
@@ -73,12 +73,37 @@ def test_offsets_are_aligned_inside_the_arena_and_disjoint_while_alive(program):
         assert offset + buffer.num_bytes <= placement.num_bytes
     for a, b in itertools.combinations(placement.offsets, 2):
         if placement.intervals[a].overlaps(placement.intervals[b]):
-            assert not set(span(placement, a)) & set(span(placement, b))
+            assert not set(bytes_of(placement, a)) & set(bytes_of(placement, b))
 
 
-def span(placement, buffer):
+def bytes_of(placement, buffer):
     """The bytes of `buffer`; an empty one owns the first."""
     return range(placement.offsets[buffer], placement.offsets[buffer] + max(buffer.num_bytes, 1))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_shared_between_two_waits_of_a_span(data):
+    """Threads may be anywhere between two waits, each with rows of every buffer that is used there."""
+    buffers, nodes, phases = [], [], []
+    for position in range(data.draw(st.integers(1, 20))):
+        span = data.draw(st.sampled_from((None, 0, 0, 0, 1)))
+        is_same = span is not None and bool(nodes) and nodes[-1].span == span
+        waits = span is not None and data.draw(st.booleans())
+        size = data.draw(st.integers(0, 300))
+        out = Buffer(name=f"%{position}", kind="scratch", dtype="uint8", shape=(size,))
+        inputs = data.draw(st.lists(st.sampled_from(buffers), max_size=2)) if buffers else []
+        nodes.append(
+            Kernel(op="x", inputs={str(i): b for i, b in enumerate(inputs)}, outputs={"y": out}, span=span, waits=waits)
+        )
+        if not is_same or waits:
+            phases.append(set())
+        phases[-1] |= {out, *inputs}
+        buffers.append(out)
+    placement = plan(Program(name="spans", body=tuple(nodes)))
+    for used in phases:
+        for a, b in itertools.combinations(used, 2):
+            assert not set(bytes_of(placement, a)) & set(bytes_of(placement, b))
 
 
 def test_dead_buffers_make_room():

@@ -2,6 +2,7 @@
 //
 // Every call that computes or waits releases the GIL. Source: ours.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -96,6 +97,7 @@ NB_MODULE(_native, m) {
     return kv_page_bytes({static_cast<DType>(dtype), page_size, num_kv_heads, head_dim, nullptr});
   });
   m.attr("HEAD_TILE") = kHeadTile;
+  m.attr("ROW_GROUP") = kRowGroup;
   m.attr("IS_CHECKED") = kChecked;
   m.attr("GUMBEL_KEY_BYTES") = static_cast<int>(sizeof(GumbelKey));
 
@@ -111,8 +113,13 @@ NB_MODULE(_native, m) {
   nb::class_<Runner>(m, "Runner")
       .def("__init__", [](Runner* self, std::shared_ptr<Pool> pool,
                           const std::string& isa) { new (self) Runner(std::move(pool), select_kernels(isa)); })
-      .def("add", [](Runner& r, const std::string& op, const nb::dict& operands,
-                     const nb::dict& attributes) { r.add(fields_of(op, operands, attributes)); })
+      .def(
+          "add",
+          [](Runner& r, const std::string& op, const nb::dict& operands, const nb::dict& attributes,
+             std::optional<int> span,
+             bool waits) { r.add(fields_of(op, operands, attributes), span.value_or(-1), waits); },
+          nb::arg("op"), nb::arg("operands"), nb::arg("attributes"), nb::arg("span") = nb::none(),
+          nb::arg("waits") = false)
       .def("begin_while", [](Runner& r, nb::handle flag) { r.begin_while(memory_of(flag)); })
       .def("begin_if", [](Runner& r, nb::handle flag) { r.begin_if(memory_of(flag)); })
       .def("end", &Runner::end)

@@ -45,6 +45,17 @@ class Op {
   virtual int64_t worker_bytes() const { return 0; }
 };
 
+class Count;
+
+// An operation whose rows are computed apart from each other, so that a thread may do some of them through several
+// operations (row_span.hpp).
+class RowOp : public Op {
+ public:
+  virtual const Count& rows() const = 0;
+  // Those in `rows`, which begin with a row group, on the calling thread.
+  virtual void run_rows(const Context& context, Range rows, int worker) const = 0;
+};
+
 // Memory of an operand, which the caller keeps alive.
 struct Memory {
   void* data;
@@ -200,6 +211,7 @@ class Count {
   }
   int64_t operator()() const { return at_ ? *at_ : max_; }
   int64_t max() const { return max_; }
+  bool operator==(const Count& other) const { return at_ == other.at_ && max_ == other.max_; }
 
  private:
   const int32_t* at_;
@@ -213,6 +225,25 @@ void over_rows(const Context& c, Args& args, const Count& rows, void (*kernel)(c
   args.rows = rows();
   c.pool.split(args.rows, grain, [&](Range r, int) { kernel(args, r); });
 }
+
+// An operation that is one such kernel.
+template <class Args, void (*KernelTable::*kernel)(const Args&, Range)>
+class RowKernel : public RowOp {
+ public:
+  const Count& rows() const final { return rows_; }
+  void run(const Context& c) final { over_rows(c, args_, rows_, c.kernels.*kernel); }
+  void run_rows(const Context& c, Range rows, int) const final {
+    Args args = args_;
+    args.rows = rows_();
+    (c.kernels.*kernel)(args, rows);
+  }
+
+ protected:
+  explicit RowKernel(const Fields& f) : rows_(f), args_{} {}
+
+  Count rows_;
+  Args args_;
+};
 
 // Refuses a weight that cannot be multiplied with the node's operand.
 inline void require_operand_of(const Fields& f, const Weight& w) {

@@ -5,7 +5,7 @@
 
 namespace dlmrt::cpu {
 
-void Runner::add(Fields fields) {
+void Runner::add(Fields fields, int span, bool waits) {
   std::unique_ptr<Op> op = make_tensor_op(fields);
   if (!op) op = make_moe_op(fields);
   if (!op) op = make_predict_op(fields);
@@ -14,7 +14,21 @@ void Runner::add(Fields fields) {
   if (!op) throw std::invalid_argument("the native runner has no operation '" + fields.op + "'");
   const int64_t bytes = round_up(op->worker_bytes(), int64_t{kAlignment});
   worker_bytes_ = bytes > worker_bytes_ ? bytes : worker_bytes_;
-  instructions_.push_back({std::move(op), std::move(fields.checks), nullptr, 0});
+  if (span < 0) {
+    fields.require(!waits, "only operations of a span wait");
+    last_span_ = nullptr;
+    instructions_.push_back({std::move(op), std::move(fields.checks), nullptr, 0});
+    return;
+  }
+  fields.require(dynamic_cast<RowOp*>(op.get()), "its rows are not computed apart from each other, so it is of no span");
+  if (!last_span_ || span != last_span_number_) {
+    auto made = std::make_unique<RowSpan>();
+    last_span_ = made.get();
+    last_span_number_ = span;
+    instructions_.push_back({std::move(made), {}, nullptr, 0});
+  }
+  last_span_->add(std::unique_ptr<RowOp>(static_cast<RowOp*>(op.release())), waits);
+  for (auto& check : fields.checks) instructions_.back().checks.push_back(std::move(check));
 }
 
 void Runner::begin(const Memory& flag, bool is_loop) {
@@ -22,12 +36,14 @@ void Runner::begin(const Memory& flag, bool is_loop) {
   fields.op = is_loop ? "while" : "if";
   fields.memory = {{"flag", flag}};
   const int32_t* at = fields.scalar("flag", 0, 1);
+  last_span_ = nullptr;
   open_.push_back({instructions_.size(), is_loop});
   instructions_.push_back({nullptr, std::move(fields.checks), at, 0});
 }
 
 void Runner::end() {
   if (open_.empty()) throw std::logic_error("end without begin");
+  last_span_ = nullptr;
   const Open body = open_.back();
   open_.pop_back();
   if (body.is_loop) instructions_.push_back({nullptr, {}, nullptr, body.at});

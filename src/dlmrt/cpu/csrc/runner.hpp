@@ -9,7 +9,7 @@
 #include <mutex>
 #include <thread>
 
-#include "op.hpp"
+#include "row_span.hpp"
 
 namespace dlmrt::cpu {
 
@@ -19,9 +19,9 @@ class Runner {
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;
 
-  // Building: nodes in listing order, bodies between begin and end. Throws std::invalid_argument for a node that does
-  // not fit its operands.
-  void add(Fields fields);
+  // Building: nodes in listing order, bodies between begin and end. Neighbours with the same `span` (from 0 on, -1: none)
+  // become one. Throws std::invalid_argument for a node that does not fit its operands, or its span.
+  void add(Fields fields, int span = -1, bool waits = false);
   void begin_while(const Memory& flag) { begin(flag, true); }
   void begin_if(const Memory& flag) { begin(flag, false); }
   void end();
@@ -70,6 +70,8 @@ class Runner {
   const KernelTable& kernels_;
   std::vector<Instruction> instructions_;
   std::vector<Open> open_;
+  RowSpan* last_span_ = nullptr;  // which the next node may join
+  int last_span_number_ = -1;
   int64_t worker_bytes_ = 0;
   int started_after_ = -1;  // forks, -1: never
   Forkable<Started> started_;  // last: its end waits for the thread, which uses all the others

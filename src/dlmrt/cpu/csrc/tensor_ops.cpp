@@ -9,10 +9,9 @@
 namespace dlmrt::cpu {
 namespace {
 
-class Embed : public Op {
+class Embed : public RowKernel<EmbedArgs, &KernelTable::embed> {
  public:
-  explicit Embed(const Fields& f)
-      : rows_(f), args_{} {
+  explicit Embed(const Fields& f) : RowKernel(f) {
     args_.dtype = f.dtype("table_dtype");
     f.require(args_.dtype != DType::kInt8 || !f.bytes("table"), "a table in rows has no int8 form");
     args_.width = f.size("width");
@@ -32,17 +31,14 @@ class Embed : public Op {
     f.require(vocab > 0, "operand 'table' holds no row");
     args_.ids = f.get<int32_t>("ids", rows_.max(), rows_, 0, vocab - 1);
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.embed); }
 
  private:
   std::shared_ptr<const PackedWeight> packed_;  // the table, if it is in panels
-  Count rows_;
-  EmbedArgs args_;
 };
 
-class RmsNorm : public Op {
+class RmsNorm : public RowKernel<RmsNormArgs, &KernelTable::rms_norm> {
  public:
-  explicit RmsNorm(const Fields& f) : rows_(f), args_{} {
+  explicit RmsNorm(const Fields& f) : RowKernel(f) {
     args_.width = f.size("width");
     args_.x = f.get<float>("x", product(rows_.max(), args_.width));
     args_.weight = f.find<float>("weight", args_.width);
@@ -50,29 +46,32 @@ class RmsNorm : public Op {
     args_.out_rows = f.find<float>("y", product(rows_.max(), args_.width));
     if (f.bytes("cells")) args_.out = f.operand(rows_.max(), args_.width);
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.rms_norm); }
-
- private:
-  Count rows_;
-  RmsNormArgs args_;
 };
 
-class QuantizeRows : public Op {
+class QuantizeRows : public RowKernel<QuantizeArgs, &KernelTable::quantize_rows> {
  public:
-  explicit QuantizeRows(const Fields& f)
-      : rows_(f), args_{} {
+  explicit QuantizeRows(const Fields& f) : RowKernel(f) {
     args_.ld = f.size("width");
     args_.x = f.get<float>("x", product(rows_.max(), args_.ld));
     args_.out = f.operand(rows_.max(), args_.ld);
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.quantize_rows); }
-
- private:
-  Count rows_;
-  QuantizeArgs args_;
 };
 
-class Linear : public Op {
+// Some rows of a product, from the beginning of a row group on.
+LinearArgs rows_of(LinearArgs args, Range rows) {
+  const Operand& in = args.input;
+  const int64_t group_bytes = operand_bytes(in.dtype, kRowGroup, in.width);
+  args.input.cells = static_cast<uint8_t*>(in.cells) + rows.begin / kRowGroup * group_bytes;
+  if (in.scales) args.input.scales += rows.begin;
+  args.out += rows.begin * args.ld_out;
+  args.rows = rows.end - rows.begin;
+  return args;
+}
+void multiply_rows(const Context& c, const LinearArgs& args, Range rows, int worker) {
+  c.kernels.linear(rows_of(args, rows), {0, num_panels(args.weight.n)}, c.worker_scratch(worker));
+}
+
+class Linear : public RowOp {
  public:
   explicit Linear(const Fields& f) : weight_(f.weight("weight")), rows_(f) {
     const Weight& w = weight_->view();
@@ -86,6 +85,8 @@ class Linear : public Op {
     c.pool.split(num_panels(args_.weight.n), 1,
                  [&](Range r, int worker) { c.kernels.linear(args_, r, c.worker_scratch(worker)); });
   }
+  const Count& rows() const override { return rows_; }
+  void run_rows(const Context& c, Range r, int worker) const override { multiply_rows(c, args_, r, worker); }
   int64_t worker_bytes() const override { return weight_scratch_bytes(args_.weight); }
 
  private:
@@ -95,23 +96,18 @@ class Linear : public Op {
 };
 
 // silu_mul or gelu_mul
-class GatedProduct : public Op {
+class GatedProduct : public RowKernel<GateArgs, &KernelTable::gate_rows> {
  public:
-  explicit GatedProduct(const Fields& f) : rows_(f) {
+  explicit GatedProduct(const Fields& f) : RowKernel(f) {
     const int64_t width = f.size("width");
     float* gate = f.get<float>("gate_up", product(rows_.max(), 2, width));
     args_ = {gate, gate + width, 2 * width, 0, f.operand(rows_.max(), width), f.op == "gelu_mul"};
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.gate_rows); }
-
- private:
-  Count rows_;
-  GateArgs args_;
 };
 
 // Gate and up projection and the gated product. A thread has the same columns of both, so that only its cells and one
 // number a row pass to the others.
-class GatedLinear : public Op {
+class GatedLinear : public RowOp {
  public:
   explicit GatedLinear(const Fields& f) : weight_(f.weight("weight")), rows_(f) {
     const Weight& w = weight_->view();
@@ -136,6 +132,13 @@ class GatedLinear : public Op {
       for (int64_t m = 0; m < rows; m++) most[m] = std::max(most[m], top(c, i)[m]);
     c.pool.split(panels, 1, [&](Range r, int) { c.kernels.pack_columns(gate_, r, most); });
   }
+  const Count& rows() const override { return rows_; }
+  void run_rows(const Context& c, Range r, int worker) const override {
+    multiply_rows(c, linear_, r, worker);
+    GateArgs gate = gate_;
+    gate.rows = rows_();
+    c.kernels.gate_rows(gate, r);
+  }
   int64_t worker_bytes() const override { return top_offset() + rows_.max() * int64_t{sizeof(int32_t)}; }
 
  private:
@@ -151,22 +154,17 @@ class GatedLinear : public Op {
   GateArgs gate_;
 };
 
-class Scale : public Op {
+class Scale : public RowKernel<ScaleArgs, &KernelTable::scale> {
  public:
-  explicit Scale(const Fields& f) : rows_(f), args_{} {
+  explicit Scale(const Fields& f) : RowKernel(f) {
     args_.width = f.size("width");
     args_.x = f.get<float>("x", product(rows_.max(), args_.width));
     args_.factor = f.get<float>("factor");
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.scale); }
-
- private:
-  Count rows_;
-  ScaleArgs args_;
 };
 
 // Three runs of columns side by side, each with its own bias.
-class AddBias : public Op {
+class AddBias : public RowOp {
  public:
   explicit AddBias(const Fields& f)
       : rows_(f),
@@ -174,13 +172,15 @@ class AddBias : public Op {
         x_(f.get<float>("x", product(rows_.max(), width_[0] + width_[1] + width_[2]))),
         bias_{f.get<float>("bq", width_[0]), f.get<float>("bk", width_[1]), f.get<float>("bv", width_[2])} {}
   void run(const Context& c) override {
-    c.pool.split(rows_(), kRowGroup, [&](Range r, int) {
-      for (int64_t m = r.begin; m < r.end; m++) {
-        float* x = x_ + m * (width_[0] + width_[1] + width_[2]);
-        for (int part = 0; part < 3; x += width_[part++])
-          for (int64_t n = 0; n < width_[part]; n++) x[n] += bias_[part][n];
-      }
-    });
+    c.pool.split(rows_(), kRowGroup, [&](Range r, int worker) { run_rows(c, r, worker); });
+  }
+  const Count& rows() const override { return rows_; }
+  void run_rows(const Context&, Range r, int) const override {
+    for (int64_t m = r.begin; m < r.end; m++) {
+      float* x = x_ + m * (width_[0] + width_[1] + width_[2]);
+      for (int part = 0; part < 3; x += width_[part++])
+        for (int64_t n = 0; n < width_[part]; n++) x[n] += bias_[part][n];
+    }
   }
 
  private:
@@ -205,21 +205,15 @@ class SoftCap : public Op {
   SoftCapArgs args_;
 };
 
-class ScaledAdd : public Op {
+class ScaledAdd : public RowKernel<ScaledAddArgs, &KernelTable::scaled_add> {
  public:
-  explicit ScaledAdd(const Fields& f)
-      : rows_(f), args_{} {
+  explicit ScaledAdd(const Fields& f) : RowKernel(f) {
     args_.width = f.size("width");
     args_.x = f.get<float>("x", product(rows_.max(), args_.width));
     args_.delta = f.get<float>("delta", product(rows_.max(), args_.width));
     args_.where = f.find<uint8_t>("where", rows_.max());
     args_.alpha = f.real("alpha");
   }
-  void run(const Context& c) override { over_rows(c, args_, rows_, c.kernels.scaled_add); }
-
- private:
-  Count rows_;
-  ScaledAddArgs args_;
 };
 
 KvCache cache_of(const Fields& f) {
@@ -295,12 +289,18 @@ void attend(const Context& c, const AttentionArgs& args) {
                [&](Range r, int worker) { c.kernels.attention(args, r, c.worker_scratch(worker)); });
 }
 
-class QkNormRopeStore : public Op {
+class QkNormRopeStore : public RowOp {
  public:
   explicit QkNormRopeStore(const Fields& f) : rows_(f), args_(qkv_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
     store_qkv(c, args_);
+  }
+  const Count& rows() const override { return rows_; }
+  void run_rows(const Context& c, Range r, int) const override {
+    QkvArgs args = args_;
+    args.rows = rows_();
+    c.kernels.qk_norm_rope_store(args, r, {0, args.cache.num_kv_heads});
   }
 
  private:
@@ -308,12 +308,21 @@ class QkNormRopeStore : public Op {
   QkvArgs args_;
 };
 
-class Attention : public Op {
+class Attention : public RowOp {
  public:
   explicit Attention(const Fields& f) : rows_(f), args_(attention_args(f, rows_)) {}
   void run(const Context& c) override {
     args_.rows = rows_();
     attend(c, args_);
+  }
+  const Count& rows() const override { return rows_; }
+  void run_rows(const Context& c, Range r, int worker) const override {
+    AttentionArgs args = args_;
+    args.rows = rows_();
+    const int64_t heads = args.cache.num_kv_heads, group = args.num_heads / heads, units = attention_units(args) / heads;
+    for (int64_t first = 0; first < heads * units; first += units)
+      c.kernels.attention(args, {first + r.begin * group / kRowGroup, first + ceil_div(r.end * group, kRowGroup)},
+                          c.worker_scratch(worker));
   }
   int64_t worker_bytes() const override { return attention_scratch_bytes(args_); }
 

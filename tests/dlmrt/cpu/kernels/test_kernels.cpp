@@ -234,6 +234,18 @@ void check_pool() {
     });
     pool.split(0, 1, [&](Range, int) { CHECK(false); });
     for (int s : seen) CHECK(s == 1);
+    // Nobody leaves a meeting before all have come, each time.
+    Meeting meeting(threads);
+    std::atomic<int> count{0};
+    pool.run([&](int) {
+      for (int i = 1; i <= 200; i++) {
+        count++;
+        meeting.wait();
+        const int now = count;
+        CHECK(now >= i * threads && now < (i + 1) * threads);
+        meeting.wait();
+      }
+    });
     pool.split(1000, 7, [&](Range r, int) { CHECK(r.begin % 7 == 0 && (r.end % 7 == 0 || r.end == 1000)); });
   }
   bool refused = false;

@@ -34,6 +34,14 @@ void pause() {
 #endif
 }
 
+template <class F>
+void spin_until(F&& is_reached) {
+  for (int spins = 0; !is_reached();) {
+    if (++spins < kSpins) pause();
+    else std::this_thread::yield();
+  }
+}
+
 #if defined(__linux__)
 long read_number(const std::string& path) {
   std::ifstream file(path);
@@ -151,6 +159,11 @@ struct Pool::Shared {
   }
 };
 
+void Meeting::wait() {
+  const int64_t round = num_calls_.fetch_add(1, std::memory_order_acq_rel) / num_workers_;
+  spin_until([&] { return num_calls_.load(std::memory_order_acquire) >= (round + 1) * num_workers_; });
+}
+
 Pool::Pool(int num_threads) : num_threads_(num_threads) {
   if (num_threads < 1)
     throw std::invalid_argument("a thread pool needs at least 1 thread, got " + std::to_string(num_threads));
@@ -183,10 +196,7 @@ void Pool::run_erased(Function f, void* arg) {
   s.pending.store(num_threads_ - 1, std::memory_order_relaxed);
   s.publish();
   f(arg, 0);
-  for (int spins = 0; s.pending.load(std::memory_order_acquire);) {
-    if (++spins < kSpins) pause();
-    else std::this_thread::yield();
-  }
+  spin_until([&] { return !s.pending.load(std::memory_order_acquire); });
 }
 
 }  // namespace dlmrt::cpu

@@ -7,6 +7,7 @@
 //
 // Left out: work stealing, pinning, NUMA. Source: ours.
 #pragma once
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <type_traits>
@@ -18,6 +19,19 @@ namespace dlmrt::cpu {
 
 // min(affinity mask, cgroup quota, physical cores), at least 1.
 int default_num_threads();
+
+// Where the workers of one run wait for each other.
+class Meeting {
+ public:
+  explicit Meeting(int num_workers) : num_workers_(num_workers) {}
+
+  // Returns when every worker has called it as often as the caller has.
+  void wait();
+
+ private:
+  const int num_workers_;
+  std::atomic<int64_t> num_calls_{0};
+};
 
 class Pool {
  public:
