@@ -23,7 +23,7 @@ from dlmrt.program.record import describe_rope
 PAGE_SIZE = 64  # positions of a cache page
 ATTENTION_CHUNK = 4096  # positions whose scores a worker holds at once; up to here the softmax is exact in one piece
 PANEL = 16  # columns that lie together in a packed weight
-SPAN_BYTES = 4 << 20  # most of a layer that threads share by rows: each reads all of it, one of them from memory
+SPAN_BYTES = 2 << 20  # most of a layer that threads share by rows, each reading all of it; at 3 MB it gains nothing
 SPAN_ROWS = 16  # fewest of a thread: below, a product waits for its weights
 
 # DType of kernels/args.hpp
