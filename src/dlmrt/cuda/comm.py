@@ -1,7 +1,10 @@
-"""Sums over the GPUs of one request through torch's symmetric memory; the kernels are in `dlmrt.cuda.kernels.comm`.
+"""What the kernels of one rank know of the other ranks' GPUs; the kernels are in `dlmrt.cuda.kernels.comm`.
 
-One process per GPU, all within reach of each other's memory (NVLink or PCIe peers). Terms that do not fit the buffers,
-those of long prefills, go another way: there, bandwidth counts and not latency.
+`Peers` is the control block that kernels read: addresses of the ranks' memory, the count of meetings, the rank that did
+not come. Kernels find the addresses there when they run, so memory may grow under programs that are captured already.
+`SymmetricSum` is the same protocol for one tensor at a time, for forwards that run in torch.
+
+One process per GPU, all within reach of each other's memory (NVLink or PCIe peers).
 
 Not yet run on several GPUs; see docs/gpu.md.
 
@@ -10,73 +13,124 @@ Source: ours, on torch.distributed._symmetric_memory (torch 2.11 and later).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import triton.language as tl
 from torch import Tensor
 
 from dlmrt.cuda.kernels import comm
 from dlmrt.cuda.tiles import power_of_two
 
-BUFFER_BYTES = 4 << 20  # of one rank's terms; two of these take turns
-POLLS_A_SECOND = 1_000_000  # of a place in one's own memory, roughly: about 1 us each
+SUM_BYTES = 4 << 20  # of one rank's terms in a sum of tensors of torch; larger ones go another way
+GRAIN = 1 << 20  # bytes by which buffers grow
+DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mapped:
+    """Memory of all ranks as this one sees it."""
+
+    buffers: Sequence[int]  # address of each rank's memory
+    pads: Sequence[int]  # of each rank's words, zeroed: 2 of int64 for each rank
+    owner: Any  # keeps it mapped
+
+
+class Peers:
+    """One rank's place among the GPUs of one model.
+
+    Args:
+        allocate: maps so many bytes of each rank, called by all ranks together.
+        limit: how long a kernel waits for another rank, in nanoseconds; without a device in polls.
+    """
+
+    def __init__(
+        self, rank: int, size: int, device: torch.device, *, allocate: Callable[[int], Mapped], limit: int
+    ) -> None:
+        self.rank, self.size = rank, size
+        self.num_bytes = 0  # of one rank's part
+        self.control = torch.zeros(comm.PADS + 3 * size, dtype=torch.int64, device=device)
+        self.control[comm.LIMIT], self.control[comm.RANK] = limit, rank
+        self._allocate, self._mapped = allocate, Mapped(buffers=(), pads=(), owner=None)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Make room for parts of `num_bytes`; all ranks ask for the same, and nothing is running."""
+        if num_bytes <= self.num_bytes:
+            return
+        self.num_bytes = -(-num_bytes // GRAIN) * GRAIN
+        self._mapped = self._allocate(2 * self.num_bytes)
+        turns = [address + turn * self.num_bytes for turn in range(2) for address in self._mapped.buffers]
+        self.control[comm.PADS :] = torch.tensor([*self._mapped.pads, *turns], device=self.control.device)
+
+    def check(self) -> None:
+        """Wait for what is enqueued.
+
+        Raises:
+            RuntimeError: a rank did not come in time; nothing computed since the last check can be used.
+        """
+        late = int(self.control[comm.STATUS])
+        if late:
+            raise RuntimeError(f"rank {late - 1} of {self.size} did not come to a meeting of the GPUs in time")
+
+
+def symmetric_peers(device: torch.device, *, timeout_s: float, assemble: Callable[[], None]) -> Peers:
+    """The peers of this process, all of whose group are there.
+
+    Args:
+        assemble: waits for all ranks without a limit: none may still read memory that is replaced, and one that still
+            compiles kernels is not given up.
+
+    Raises:
+        RuntimeError: the GPUs cannot read each other's memory, or torch lacks the support.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    group = dist.group.WORLD
+    assert group is not None, "the ranks have joined"
+
+    def allocate(num_bytes: int) -> Mapped:
+        torch.cuda.synchronize(device)
+        assemble()
+        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+        handle = symmetric.rendezvous(memory, group)
+        return Mapped(
+            buffers=list(handle.buffer_ptrs), pads=list(handle.signal_pad_ptrs), owner=(memory, handle)
+        )  # fmt: skip
+
+    peers = Peers(dist.get_rank(), dist.get_world_size(), device, allocate=allocate, limit=round(timeout_s * 1e9))
+    peers.reserve(SUM_BYTES)
+    return peers
 
 
 class SymmetricSum:
     """Callable: the sum of every rank's tensor in their order, in float32, rounded once.
 
     Args:
-        device: this rank's GPU.
-        larger: what sums tensors that do not fit.
-        timeout_s: how long a kernel waits for another rank, roughly.
-
-    Raises:
-        RuntimeError: the GPUs cannot read each other's memory, or torch lacks the support.
+        larger: what sums tensors that do not fit, those of long prefills: there bandwidth counts and not latency.
     """
 
-    def __init__(self, device: torch.device, larger: Callable[[Tensor], Tensor], *, timeout_s: float) -> None:
-        import torch.distributed._symmetric_memory as symmetric
-
-        self._larger, self._rank, self._size = larger, dist.get_rank(), dist.get_world_size()
-        self._limit = round(timeout_s * POLLS_A_SECOND)
-        self._buffer = symmetric.empty(2 * BUFFER_BYTES, dtype=torch.uint8, device=device)
-        group = dist.group.WORLD
-        assert group is not None, "the ranks have joined"
-        handle = symmetric.rendezvous(self._buffer, group)
-        self._handle = handle  # keeps the others' memory mapped
-        self._buffers = [
-            torch.tensor([start + turn * BUFFER_BYTES for start in handle.buffer_ptrs], device=device)
-            for turn in range(2)
-        ]
-        self._pads = torch.tensor(list(handle.signal_pad_ptrs), device=device)
-        self._status = torch.zeros(1, dtype=torch.int32, device=device)
-        self._number = 0
+    def __init__(self, peers: Peers, larger: Callable[[Tensor], Tensor]) -> None:
+        self._peers, self._larger = peers, larger
+        self._rows: dict[int, Tensor] = {}  # numbers of rows on the device
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum, enqueued on the current stream; `check` tells whether the others came."""
-        if x.numel() * x.element_size() > BUFFER_BYTES or not x.numel():
+        """The sum, enqueued on the current stream; `Peers.check` tells whether the others came."""
+        if x.numel() * x.element_size() > SUM_BYTES or not x.numel():
             return self._larger(x)
-        self._number += 1
-        turn, width = self._number % 2, x.shape[-1]
-        own = self._buffer[turn * BUFFER_BYTES :][: x.numel() * x.element_size()].view(x.dtype)
-        own.copy_(x.reshape(-1))
-        comm.meet[(self._size,)](
-            self._pads, self._status, self._number, self._rank, self._limit, IS_DEVICE=True, num_warps=1
-        )
-        total = torch.empty_like(x, memory_format=torch.contiguous_format)
-        comm.sum_terms[(x.numel() // width,)](
-            self._buffers[turn], total, total, total, total, self._status, 0.0, D=width, DP=power_of_two(width),
-            P=self._size, HAS_X=False, HAS_NORM=False,
+        x, ranks, width = x.contiguous(), self._peers.control, x.shape[-1]
+        count, block = x.numel() // width, min(1024, power_of_two(width))
+        if count not in self._rows:
+            self._rows[count] = torch.tensor([count], dtype=torch.int32, device=x.device)
+        rows, is_device = self._rows[count], x.device.type == "cuda"
+        sizes: dict[str, Any] = {"M": count, "D": width, "P": self._peers.size, "TDT": DTYPES[x.dtype]}
+        comm.put_terms[(count, -(-width // block))](ranks, x, x, rows, BD=block, S=0, HAS_X=True, **sizes)
+        comm.meet[(1,)](ranks, ranks, ranks, P=self._peers.size, HAS_FLAG=False, IS_DEVICE=is_device, num_warps=1)
+        total = torch.empty_like(x)
+        comm.sum_terms[(count,)](
+            ranks, x, x, total, total, total, rows, eps=0.0, DP=power_of_two(width), HAS_X=False, HAS_WEIGHT=False,
+            HAS_TOTAL=True, HAS_Y=False, HAS_OPERAND=False, NVFP4=False, **sizes,
         )  # fmt: skip
         return total
-
-    def check(self) -> None:
-        """Wait for what is enqueued.
-
-        Raises:
-            RuntimeError: a rank did not come in time; no sum since the last check can be used.
-        """
-        late = int(self._status.item())
-        if late:
-            raise RuntimeError(f"rank {late - 1} did not send its terms in time")

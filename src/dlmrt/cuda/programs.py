@@ -13,7 +13,8 @@ Source: ours.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from dlmrt.cuda.graph import Region, Step
 from dlmrt.cuda.launches import Place, bind
-from dlmrt.cuda.lower import CONSTANT, Lowered, bounded, lower
+from dlmrt.cuda.lower import CONSTANT, RANKS, Lowered, bounded, lower
 from dlmrt.cuda.memory import STORAGE, Ring, Scalars, view_of
 from dlmrt.cuda.runners import Runner, make_runner
 from dlmrt.cuda.weights import Packed, Params, join
@@ -34,6 +35,9 @@ from dlmrt.program.loop import record_types
 from dlmrt.program.nodes import Buffer, Kernel, Node, Program, While, maximum
 from dlmrt.program.plan import Plan, plan
 from dlmrt.program.record import describe_rope
+
+if TYPE_CHECKING:
+    from dlmrt.cuda.comm import Peers
 
 PAGE = 512  # positions by which the context grows
 MIN_SLOTS = 64  # of the ring
@@ -71,12 +75,14 @@ class ProgramStore:
         params: the checkpoint's tensors; kept only while weights are being fused.
         mode: how loops run, a name of `dlmrt.cuda.runners.MODES`.
         has_nvfp4_operands: as in `dlmrt.cuda.lower.lower`.
+        peers: the other ranks, where programs are of one rank's part.
     """
 
     def __init__(
-        self, config: ModelConfig, params: Params, *, device: torch.device, mode: str, has_nvfp4_operands: bool = False
-    ) -> None:
-        self.config, self.device, self.mode = config, device, mode
+        self, config: ModelConfig, params: Params, *, device: torch.device, mode: str, has_nvfp4_operands: bool = False,
+        peers: Peers | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.device, self.mode, self.peers = config, device, mode, peers
         self._has_nvfp4_operands = has_nvfp4_operands
         self.capacity = 0  # positions that the context holds
         major, minor = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
@@ -101,7 +107,9 @@ class ProgramStore:
             lowered = lower(recorded, self.config, has_nvfp4_operands=self._has_nvfp4_operands)
             types = record_types(recorded)
             if types:
-                lowered = Lowered(program=bounded(lowered.program), sources=lowered.sources)
+                lowered = replace(lowered, program=bounded(lowered.program))
+            if self.peers is not None:
+                self.peers.reserve(lowered.part_bytes)
             placement = plan(lowered.program)
             self._load_weights(lowered)
             if placement.num_bytes > len(self._arena):
@@ -157,6 +165,9 @@ class ProgramStore:
                     scalars.set(**{buffer.name: int(buffer.name.removeprefix(CONSTANT))})
             elif buffer.name == "ring":
                 places[buffer] = self._ring.control
+            elif buffer.name == RANKS:
+                assert self.peers is not None, "a program of one rank's part"
+                places[buffer] = self.peers.control
             else:
                 places[buffer] = states[buffer.name] = self._state(buffer)
         scalars.upload()

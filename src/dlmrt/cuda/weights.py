@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from dlmrt.checkpoint.assemble import ModelWeight, kept
+from dlmrt.checkpoint.cut import Cut
 from dlmrt.checkpoint.formats import StoredWeight
 from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
 from dlmrt.errors import CheckpointError
@@ -52,17 +53,23 @@ def kept_formats(weights: Mapping[str, ModelWeight], config: ModelConfig) -> dic
 class FileParams(Mapping[str, Tensor | Packed]):
     """Every tensor of a checkpoint, those of `kept` in codes; read anew at each access and held by nobody.
 
+    Args:
+        cuts: what is read of tensors that are not wanted whole; of those of `kept` some matrices of a stack.
+
     An access raises CheckpointError when a block scale is NaN or negative, or the file was changed.
     """
 
-    def __init__(self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> None:
-        self._weights, self._kept = weights, kept
+    def __init__(
+        self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str], cuts: Mapping[str, Cut] | None = None
+    ) -> None:
+        self._weights, self._kept, self._cuts = weights, kept, cuts or {}
 
     def __getitem__(self, name: str) -> Tensor | Packed:
-        weight = self._weights[name]
+        weight, cut = self._weights[name], self._cuts.get(name)
         if name not in self._kept:
-            return weight.to_torch(torch.bfloat16 if weight.dtype == "bfloat16" else torch.float32)
-        parts = [_packed(piece.weight) for piece in weight.pieces]
+            return weight.to_torch(torch.bfloat16 if weight.dtype == "bfloat16" else torch.float32, cut)
+        pieces = weight.pieces if cut is None else [weight.pieces[index] for index in cut.indices()]
+        parts = [_packed(piece.weight) for piece in pieces]
         return stack(parts) if weight.is_stacked else parts[0]
 
     def __iter__(self) -> Iterator[str]:

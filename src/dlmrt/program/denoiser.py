@@ -17,6 +17,7 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.context import ContextChecks
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
 from dlmrt.program.nodes import Program
+from dlmrt.program.shard import Shard
 from dlmrt.types import Bool, Float32, Int32
 
 MAX_ROWS = 512  # of one forward that extends the context
@@ -48,10 +49,14 @@ class ProgramDenoiser(ContextChecks, Generic[Bound]):
         store: holds the weights once this has returned.
         formats: types of weights and caches.
         dtype: what records call the model's type.
+        shard: one rank's part, of whose heads `config` is; logits and probabilities are then of its ids.
     """
 
-    def __init__(self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str) -> None:
+    def __init__(
+        self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str, shard: Shard | None = None
+    ) -> None:
         super().__init__(config)
+        self._shard = shard
         self.dtype = dtype
         self._formats = formats
         self._store: Store[Bound] = store
@@ -141,18 +146,24 @@ class ProgramDenoiser(ContextChecks, Generic[Bound]):
     def _extension(self) -> Bound:
         rows = self._max_rows
         return self._store.get(
-            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+            "extend",
+            lambda: record_extend(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _canvas(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
             ("canvas", rows),
-            lambda: record_canvas(self.config, self._formats, capacity=self._store.capacity, max_rows=rows),
+            lambda: record_canvas(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _soft(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
-            ("soft_embedding", rows), lambda: record_soft_embedding(self.config, self._formats, max_rows=rows)
+            ("soft_embedding", rows),
+            lambda: record_soft_embedding(self.config, self._formats, max_rows=rows, shard=self._shard),
         )

@@ -279,7 +279,7 @@ def run_head(logits_of, *, banned=(), temperature=1.0, cap=0.0, seed=5, tile=32)
     head.head_stats[(tiles, 1)](
         x, weight, torch.from_numpy(bits.view(np.int32)), scalar(temperature, torch.float32), scalar(seed, torch.int64),
         scalar(2), scalar(1), floats["max"], floats["sum"], floats["weighted"], ids["argmax"], floats["score"],
-        ids["sample"], floats["logit"], out["logits"], scalar(m), cap, M=m, V=vocab, K=width, BM=16, BN=tile, BK=16,
+        ids["sample"], floats["logit"], out["logits"], scalar(m), cap, 0, M=m, V=vocab, K=width, BM=16, BN=tile, BK=16,
         HAS_CAP=cap > 0, IS_SAMPLED=True, HAS_LOGITS=True, CDT=F32,
     )  # fmt: skip
     head.head_merge[(m,)](
@@ -552,7 +552,7 @@ def test_records_pass_the_ring_in_order_and_only_when_complete():
 
     def write():
         ring.pack_record[(3,)](device_ring.control, fields, 2, BYTES=4)
-        ring.publish[(1,)](device_ring.control, IS_DEVICE=False)
+        ring.publish[(1,)](device_ring.control, device_ring.control, HAS_RANKS=False, IS_DEVICE=False)
 
     write()
     assert int(device_ring.control[3]) == 0

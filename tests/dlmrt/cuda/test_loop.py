@@ -37,7 +37,8 @@ from dlmrt.decode.loop import GivenDraws, StepEvent
 from dlmrt.decode.native import run_loop
 from dlmrt.errors import NonFiniteError
 
-pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
+# The interpreter is slow, and slower where it shares a machine.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("small_chunks")]
 
 PROMPT = np.arange(3, 9)
 FROM_0 = {"block_anchor": "position_zero", "context_attention": "block_causal"}
@@ -85,28 +86,6 @@ MATRIX = [
     if rule != "joint_threshold_indel" or CONFIGS[config].diffusion.delete_token_id is not None
 ] + SAMPLE  # fmt: skip
 SCENARIOS = MATRIX if os.environ.get("DLMRT_TEST_CUDA_MATRIX") == "all" else SAMPLE
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """The interpreter visits every program of a grid, so grids are kept small."""
-    for module in (dlmrt.decode.loop, dlmrt.decode.native):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 4)
-    monkeypatch.setattr(dlmrt.program.denoiser, "MAX_ROWS", 4)
-
-
-@pytest.fixture
-def runners(monkeypatch):
-    """Loops run on the stand-in driver; the runners that were made, in order."""
-    made = []
-
-    def make(steps, **_):
-        is_loop = any(not hasattr(step, "grid") for step in steps)
-        made.append(GraphRunner(steps) if is_loop else Launches(steps))
-        return made[-1]
-
-    monkeypatch.setattr(programs, "make_runner", make)
-    return made
 
 
 def settings_of(rule, draw, *, max_tokens, max_steps):
