@@ -15,15 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 import triton.language as tl
 from torch import Tensor
 
 from dlmrt.cuda.kernels import comm
 from dlmrt.cuda.tiles import power_of_two
+from dlmrt.errors import OutOfMemoryError
 
 SUM_BYTES = 4 << 20  # of one rank's terms in a sum of tensors of torch; larger ones go another way
 GRAIN = 1 << 20  # bytes by which buffers grow
@@ -39,30 +41,57 @@ class Mapped:
     owner: Any  # keeps it mapped
 
 
+class Memory(Protocol):
+    """Memory that ranks read of each other. All but `allocate` is called by all ranks together."""
+
+    def allocate(self, num_bytes: int) -> Any:
+        """This rank's part. Raises RuntimeError if there is none."""
+
+    def agree(self, reason: str) -> str:
+        """Wait until nobody uses any memory: the reason of the first rank that has one, empty if none has."""
+
+    def map(self, own: Any) -> Mapped:
+        """The parts of all ranks, which have allocated theirs."""
+
+
 class Peers:
     """One rank's place among the GPUs of one model.
 
     Args:
-        allocate: maps so many bytes of each rank, called by all ranks together.
         limit: how long a kernel waits for another rank, in nanoseconds; without a device in polls.
     """
 
-    def __init__(
-        self, rank: int, size: int, device: torch.device, *, allocate: Callable[[int], Mapped], limit: int
-    ) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, *, memory: Memory, limit: int) -> None:
         self.rank, self.size = rank, size
         self.num_bytes = 0  # of one rank's part
         self.control = torch.zeros(comm.PADS + 3 * size, dtype=torch.int64, device=device)
         self.control[comm.LIMIT], self.control[comm.RANK] = limit, rank
-        self._allocate, self._mapped = allocate, Mapped(buffers=(), pads=(), owner=None)
+        self._memory, self._mapped = memory, Mapped(buffers=(), pads=(), owner=None)
+
+    def agree(self, reason: str) -> str:
+        """See `Memory.agree`."""
+        return self._memory.agree(reason)
 
     def reserve(self, num_bytes: int) -> None:
-        """Make room for parts of `num_bytes`; all ranks ask for the same, and nothing is running."""
+        """Make room for parts of `num_bytes`; all ranks ask for the same, and nothing is running.
+
+        Mapping is done together, so whether all can take part is known before.
+
+        Raises:
+            OutOfMemoryError: on all ranks, if one has no room; all stays as it was.
+        """
         if num_bytes <= self.num_bytes:
             return
-        self.num_bytes = -(-num_bytes // GRAIN) * GRAIN
-        self._mapped = self._allocate(2 * self.num_bytes)
-        turns = [address + turn * self.num_bytes for turn in range(2) for address in self._mapped.buffers]
+        num_bytes, own, reason = -(-num_bytes // GRAIN) * GRAIN, None, ""
+        try:
+            own = self._memory.allocate(2 * num_bytes)
+        except (AttributeError, RuntimeError) as error:  # of another torch, or no memory
+            cause = str(error).partition(". ")[0]
+            reason = f"rank {self.rank} has no {2 * num_bytes:,} bytes for what ranks tell each other ({cause})"
+        if reason := self.agree(reason):
+            raise OutOfMemoryError(reason)
+        self._mapped, self.num_bytes = self._memory.map(own), num_bytes
+        turns = [address + turn * num_bytes for turn in range(2) for address in self._mapped.buffers]
         self.control[comm.PADS :] = torch.tensor([*self._mapped.pads, *turns], device=self.control.device)
 
     def check(self) -> None:
@@ -76,31 +105,45 @@ class Peers:
             raise RuntimeError(f"rank {late - 1} of {self.size} did not come to a meeting of the GPUs in time")
 
 
-def symmetric_peers(device: torch.device, *, timeout_s: float, assemble: Callable[[], None]) -> Peers:
+class SymmetricMemory:
+    """Implements `Memory` for the processes of torch's default group.
+
+    Args:
+        agree: the first reason that a rank has, waiting for all without a limit: one that compiles kernels is not late.
+    """
+
+    def __init__(self, device: torch.device, agree: Callable[[str], str]) -> None:
+        self._device, self._agree = device, agree
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """See `Memory`."""
+        return symmetric.empty(num_bytes, dtype=torch.uint8, device=self._device)
+
+    def agree(self, reason: str) -> str:
+        """See `Memory`."""
+        torch.cuda.synchronize(self._device)
+        return self._agree(reason)
+
+    def map(self, own: Tensor) -> Mapped:
+        """See `Memory`."""
+        group = dist.group.WORLD
+        assert group is not None, "the ranks have joined"
+        handle = symmetric.rendezvous(own, group)
+        return Mapped(buffers=list(handle.buffer_ptrs), pads=list(handle.signal_pad_ptrs), owner=(own, handle))
+
+
+def symmetric_peers(device: torch.device, agree: Callable[[str], str], *, timeout_s: float) -> Peers:
     """The peers of this process, all of whose group are there.
 
     Args:
-        assemble: waits for all ranks without a limit: none may still read memory that is replaced, and one that still
-            compiles kernels is not given up.
+        agree: as in `SymmetricMemory`.
+        timeout_s: how long a kernel waits for another rank.
 
     Raises:
         RuntimeError: the GPUs cannot read each other's memory, or torch lacks the support.
     """
-    import torch.distributed._symmetric_memory as symmetric
-
-    group = dist.group.WORLD
-    assert group is not None, "the ranks have joined"
-
-    def allocate(num_bytes: int) -> Mapped:
-        torch.cuda.synchronize(device)
-        assemble()
-        memory = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
-        handle = symmetric.rendezvous(memory, group)
-        return Mapped(
-            buffers=list(handle.buffer_ptrs), pads=list(handle.signal_pad_ptrs), owner=(memory, handle)
-        )  # fmt: skip
-
-    peers = Peers(dist.get_rank(), dist.get_world_size(), device, allocate=allocate, limit=round(timeout_s * 1e9))
+    memory = SymmetricMemory(device, agree)
+    peers = Peers(dist.get_rank(), dist.get_world_size(), device, memory=memory, limit=round(timeout_s * 1e9))
     peers.reserve(SUM_BYTES)
     return peers
 

@@ -30,7 +30,7 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.context import diffusion_of
 from dlmrt.program.denoiser import ProgramDenoiser
 from dlmrt.program.forwards import Formats
-from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions
 from dlmrt.program.shard import Shard
 from dlmrt.types import Float32
 
@@ -84,6 +84,11 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
         """Whether captured graphs run the forwards."""
         return self._store.uses_graphs
 
+    def reset(self) -> None:
+        """Forget the committed context."""
+        super().reset()
+        self._loop = None  # it may be of programs that are dropped
+
     def start_loop(
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
         arrays: Mapping[str, npt.NDArray[np.generic]],
@@ -96,25 +101,14 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
         arrays: Mapping[str, npt.NDArray[np.generic]],
     ) -> DeviceProgram:  # fmt: skip
-        """The program of the whole loop, filled for one request.
+        """The program of the whole loop, filled for one request; see `_loop_program`.
 
         Args:
-            positions: length of the context that the request may fill.
             scalars, arrays: inputs of `dlmrt.program.loop` by name; those that the program does not have are left out.
-
-        Raises:
-            UsageError: an id of the prompt is outside the vocabulary, or shifted logits behind an empty context.
         """
-        self._check_ids(arrays["prompt"])
-        self._check_shift(int(scalars["num_prefill"]))
-        self.reset()
-        self._store.reserve(positions, 0)
-        program = self._store.get(
-            ("loop", options),
-            lambda: record_loop(
-                self.config, self._formats, options, capacity=self._store.capacity, shard=self._shard
-            ),
-        )  # fmt: skip
+        program = self._loop_program(
+            options, positions=positions, prompt=arrays["prompt"], num_prefill=int(scalars["num_prefill"])
+        )
         program.fill(**arrays)
         program.scalars.set(**{name: value for name, value in scalars.items() if name in program.scalars})
         self._loop = program

@@ -28,21 +28,13 @@ from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import ITEM_BYTES, Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
 from dlmrt.program.record import describe_rope
 from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
+from dlmrt.program.store import Lowered
 
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
 RANKS = "ranks"  # state that stands for what kernels know of the other ranks (dlmrt.cuda.kernels.comm)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """A program of kernels and what its fused weights are made of."""
-
-    program: Program
-    sources: Mapping[Buffer, tuple[Buffer, ...]]  # weight -> tensors whose rows it holds, in order
-    part_bytes: int  # that the other ranks read of this one between two meetings, at most; 0 without ranks
 
 
 @dataclass

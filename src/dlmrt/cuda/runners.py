@@ -37,6 +37,9 @@ class Runner(Protocol):
     def run(self) -> None:
         """Run once and wait for the end."""
 
+    def close(self) -> None:
+        """Free what is captured; it does not run again."""
+
 
 class Launches:
     """Mode `off`."""
@@ -49,6 +52,9 @@ class Launches:
     def run(self) -> None:
         """See `Runner`."""
         _walk(self._steps, Launch.run)
+
+    def close(self) -> None:
+        """See `Runner`."""
 
 
 class PieceGraphs:
@@ -63,6 +69,10 @@ class PieceGraphs:
     def run(self) -> None:
         """See `Runner`."""
         _walk(self._steps, lambda piece: piece.replay())
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self._steps = ()
 
 
 class WholeGraph:
@@ -87,6 +97,10 @@ class WholeGraph:
         stream = torch.cuda.current_stream()
         self._graph.launch(stream.cuda_stream)
         stream.synchronize()
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self._graph.close()
 
 
 def make_runner(steps: tuple[Step, ...], *, mode: str, device: torch.device) -> Runner:

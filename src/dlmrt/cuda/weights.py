@@ -8,6 +8,7 @@ Source: ours; formats as in dlmrt.checkpoint.formats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +23,8 @@ from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
 from dlmrt.errors import CheckpointError
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
-from dlmrt.ops.formats import FP8_BLOCK
+from dlmrt.ops.formats import FP4_GROUP, FP8_BLOCK
+from dlmrt.program.nodes import Buffer, maximum
 
 PACKED = ("nvfp4", "fp8")  # formats whose codes the kernels multiply
 
@@ -109,6 +111,15 @@ def join(parts: Sequence[Packed], dtype: str, device: torch.device) -> Packed:
         values=matrix, scales=joined([part.scales for part in parts], 0 if is_row else 1),
         shared=joined([part.shared for part in parts], 0), scale_block=parts[0].scale_block,
     )  # fmt: skip
+
+
+def weight_bytes(buffer: Buffer) -> int:
+    """Size of a weight, in packed formats with a scale a row or block."""
+    if buffer.dtype not in PACKED:
+        return buffer.num_bytes
+    *rows, width = map(maximum, buffer.shape)
+    bytes_per_row = width // 2 + width // FP4_GROUP if buffer.dtype == "nvfp4" else width
+    return math.prod(rows) * (bytes_per_row + 4)
 
 
 def _is_cut(weight: ModelWeight) -> bool:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from dlmrt.errors import DeviceError
+from dlmrt.errors import DeviceError, OutOfMemoryError
 from dlmrt.parallel.pulse import Pulse
 from dlmrt.parallel.ranks import Ranks
 
@@ -73,6 +73,7 @@ class Group:
         self._store = PrefixStore("torch", store)
         self._timeout = timedelta(seconds=timeout_s)
         self._commands: Any = None
+        self._num_agreements = 0
         self.peers: Peers | None = None  # on GPUs that read each other's memory
         self._symmetric: SymmetricSum | None = None  # sums through it
 
@@ -125,6 +126,12 @@ class Group:
                 time.sleep(_POLL_S)
             work.wait()
 
+    def agree(self, reason: str) -> str:
+        """The first reason that a rank has for not going on, empty if none has; waits for all ranks that live."""
+        with self.guarded("agreement"):
+            self._num_agreements += 1
+            return next(filter(None, self.pulse.meet(f"agreement {self._num_agreements}", reason, JOIN_S)), "")
+
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others are told why."""
         self.loss = self.loss or f"rank {self.rank} of {self.size} has failed: {error}"
@@ -174,29 +181,32 @@ class Group:
         return found.reshape(self.size, *x.shape)
 
     def _connect_memory(self) -> None:
-        """One-shot sums through symmetric memory on all ranks; or, with a logged reason, on none."""
-        for name, attempt in (("symmetric memory", self._import_memory), ("mapped memory", self._map_memory)):
+        """One-shot sums through symmetric memory on all ranks; or, with a logged reason, on none.
+
+        Ranks that sum in different ways would wait for each other for ever. They agree before each step that all must
+        take together, and once more behind the last one.
+        """
+        for what, attempt in (("import", self._import_memory), ("map", self._map_memory)):
             reason = ""
             try:
                 attempt()
+            except OutOfMemoryError as error:
+                reason = str(error)
             except (ImportError, AttributeError, RuntimeError) as error:
-                reason = _first_line(error)
-            for rank, found in enumerate(self.pulse.meet(name, reason, JOIN_S)):
-                if found:
-                    logger.warning("no symmetric memory (rank %d: %s): sums go through nccl", rank, found)
-                    self.peers = self._symmetric = None
-                    return
+                reason = f"rank {self.rank}: {_first_line(error)}"
+            if reason := self.agree(reason):
+                logger.warning("no symmetric memory (cannot %s it; %s): sums go through nccl", what, reason)
+                self.peers = self._symmetric = None
+                return
 
     @staticmethod
     def _import_memory() -> None:
-        import dlmrt.cuda.comm  # noqa: F401  whether Triton is there
+        import dlmrt.cuda.comm  # noqa: F401  needs Triton, and a private module of torch
 
     def _map_memory(self) -> None:
         from dlmrt.cuda.comm import SymmetricSum, symmetric_peers
 
-        self.peers = symmetric_peers(
-            self.device, timeout_s=self._timeout.total_seconds(), assemble=self.assemble
-        )  # fmt: skip
+        self.peers = symmetric_peers(self.device, self.agree, timeout_s=self._timeout.total_seconds())
         self._symmetric = SymmetricSum(self.peers, self._gathered_sum)
 
 

@@ -35,7 +35,7 @@ import torch
 
 from dlmrt.checkpoint.load import Checkpoint, load_params
 from dlmrt.env import Environment
-from dlmrt.errors import DeviceError, NonFiniteError, UsageError
+from dlmrt.errors import DeviceError, NonFiniteError, OutOfMemoryError, UsageError
 from dlmrt.parallel.denoiser import ShardedDenoiser
 from dlmrt.parallel.group import JOIN_S, Group
 from dlmrt.parallel.layout import Layout
@@ -51,9 +51,10 @@ logger = logging.getLogger(__name__)
 
 _METHODS = ("reset", "truncate", "extend", "forward", "soft_embedding", "predict", "predicted_residual", "prepare_loop",
             "launch_loop")  # fmt: skip
-# What a call raises on every rank or on none: of its arguments, and of statistics that all have. Anything else may be
-# one rank's alone, and a rank that goes on without the others' last collective is out of step.
-_SHARED_ERRORS = (UsageError, NonFiniteError)
+# What a call raises on every rank or on none: of its arguments, of statistics that all have, and of memory, about which
+# ranks agree. Anything else may be one rank's alone, and a rank that goes on without the others' last collective is out
+# of step.
+_SHARED_ERRORS = (UsageError, NonFiniteError, OutOfMemoryError)
 _KEPT = "as before"  # stands for an argument that the follower has: it was in the last call, or made by it
 
 
@@ -298,13 +299,11 @@ def _joined(
 
 def _load_part(checkpoint: Checkpoint, layout: Layout, group: Group, *, dtype: str) -> ShardedDenoiser | DeviceDenoiser:
     """Programs, if all ranks can run them; else, with a logged reason, forwards in torch."""
-    reasons = group.pulse.meet("parts", _obstacle(layout, group, dtype), JOIN_S)
-    for rank, reason in enumerate(reasons):
-        if reason:
-            level = logging.INFO if group.device.type == "cpu" else logging.WARNING
-            logger.log(level, "no loop on the GPUs, each step is driven from rank 0: rank %d: %s", rank, reason)
-            params = load_params(checkpoint, dtype=dtype, cuts=layout.cuts())
-            return ShardedDenoiser({name: values.to(group.device) for name, values in params.items()}, layout, group)
+    if reason := group.agree(_obstacle(layout, group, dtype)):
+        level = logging.INFO if group.device.type == "cpu" else logging.WARNING
+        logger.log(level, "no loop on the GPUs, each step is driven from rank 0: %s", reason)
+        params = load_params(checkpoint, dtype=dtype, cuts=layout.cuts())
+        return ShardedDenoiser({name: values.to(group.device) for name, values in params.items()}, layout, group)
     from dlmrt.cuda.executor import part_formats
     from dlmrt.parallel.device import DeviceDenoiser
 
@@ -319,9 +318,9 @@ def _load_part(checkpoint: Checkpoint, layout: Layout, group: Group, *, dtype: s
 def _obstacle(layout: Layout, group: Group, dtype: str) -> str:
     """Why this rank cannot run programs; empty: it can."""
     if group.device.type == "cpu":
-        return "it runs on the CPU"
+        return f"rank {group.rank} runs on the CPU"
     if group.peers is None:
-        return "its GPU and the others do not read each other's memory"
+        return "the GPUs do not read each other's memory"
     if dtype == "float16":
         return "dtype float16 has no kernels"
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -43,8 +44,9 @@ class Machine:
         self._turn = threading.Lock()
         self._come = threading.Condition()
         self._gone: set[int] = set()
-        self._exchange = threading.Barrier(size)
-        self._shown: list[torch.Tensor | None] = [None] * size
+        self._barrier = threading.Barrier(size)
+        self._shown: list[Any] = [None] * size
+        self.limits: dict[int, int] = {}  # bytes of a part that a rank has room for
         self._commands = [queue.SimpleQueue() for _ in range(size)]
 
     def run(self, launch: Launch, handle: int | None = None) -> None:
@@ -72,34 +74,46 @@ class Machine:
         with self._turn:
             launch.kernel[launch.grid](**launch.arguments, **half)
 
-    def gather(self, rank: int, x: torch.Tensor) -> torch.Tensor:
-        """`x` of all ranks."""
-        self._shown[rank] = x
-        self._exchange.wait(PATIENCE_S)
-        found = torch.stack(self._shown)
-        self._exchange.wait(PATIENCE_S)
+    def exchange(self, rank: int, value):
+        """The values of all ranks."""
+        self._shown[rank] = value
+        self._barrier.wait(PATIENCE_S)
+        found = list(self._shown)
+        self._barrier.wait(PATIENCE_S)
         return found
-
-    def allocate(self, rank: int):
-        """Maps memory of all ranks as `rank` sees it."""
-
-        def allocate(num_bytes: int) -> Mapped:
-            memory = torch.zeros(16 * self.size + num_bytes, dtype=torch.uint8)
-            places = self.gather(rank, torch.tensor([memory.data_ptr()]))[:, 0].tolist()
-            return Mapped(buffers=[place + 16 * self.size for place in places], pads=places, owner=memory)
-
-        return allocate
 
     def leave(self, rank: int) -> None:
         """A rank is gone."""
         with self._come:
             self._gone.add(rank)
             self._come.notify_all()
-        self._exchange.abort()
+        self._barrier.abort()
 
     def commands(self, rank: int) -> queue.SimpleQueue:
         """Those that `rank` has yet to read."""
         return self._commands[rank]
+
+
+class Memory:
+    """Memory of all ranks as `rank` sees it; see `dlmrt.cuda.comm.Memory`."""
+
+    def __init__(self, machine: Machine, rank: int) -> None:
+        self._machine, self._rank = machine, rank
+
+    def allocate(self, num_bytes: int) -> torch.Tensor:
+        """This rank's part."""
+        if num_bytes > self._machine.limits.get(self._rank, num_bytes):
+            raise RuntimeError("CUDA out of memory. Tried to allocate too much")
+        return torch.zeros(16 * self._machine.size + num_bytes, dtype=torch.uint8)
+
+    def agree(self, reason: str) -> str:
+        """The first reason."""
+        return next(filter(None, self._machine.exchange(self._rank, reason)), "")
+
+    def map(self, own: torch.Tensor) -> Mapped:
+        """The parts of all."""
+        places = self._machine.exchange(self._rank, own.data_ptr())
+        return Mapped(buffers=[place + 16 * self._machine.size for place in places], pads=places, owner=own)
 
 
 class Group:
@@ -125,11 +139,11 @@ class Group:
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Group.gather`."""
-        return self.machine.gather(self.rank, x)
+        return torch.stack(self.machine.exchange(self.rank, x))
 
     def assemble(self) -> None:
         """See `Group.assemble`."""
-        self.machine.gather(self.rank, torch.zeros(1))
+        self.machine.exchange(self.rank, None)
 
     @contextmanager
     def guarded(self, kind: str):
@@ -155,7 +169,8 @@ def make_part(config, params, group: Group) -> DeviceDenoiser:
         name: torch.from_numpy(cuts[name].take(values.numpy())) if name in cuts else values
         for name, values in params.items()
     }
-    peers = Peers(group.rank, group.size, group.device, allocate=group.machine.allocate(group.rank), limit=POLLS)
+    memory = Memory(group.machine, group.rank)
+    peers = Peers(group.rank, group.size, group.device, memory=memory, limit=POLLS)
     return DeviceDenoiser(
         parts, layout, layout.shard(terms="float32"), group, peers, formats=Formats(), dtype="float32", mode="loop"
     )  # fmt: skip

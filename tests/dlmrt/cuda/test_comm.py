@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ import triton.language as tl
 from dlmrt.cuda.comm import Mapped, Peers, SymmetricSum
 from dlmrt.cuda.kernels import comm, head
 from dlmrt.cuda.tiles import power_of_two
+from dlmrt.errors import OutOfMemoryError
 
 pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
 BYTES = 4096  # of one rank's part
@@ -30,9 +32,8 @@ class Ranks:
         memory = [torch.zeros(16 * size + 2 * (1 << 20), dtype=torch.uint8) for _ in range(size)]
         places = [each.data_ptr() for each in memory]
         mapped = Mapped(buffers=[place + 16 * size for place in places], pads=places, owner=memory)
-        self.peers = [
-            Peers(rank, size, torch.device("cpu"), allocate=lambda _: mapped, limit=limit) for rank in range(size)
-        ]
+        shared = SimpleNamespace(allocate=lambda _: None, agree=lambda reason: reason, map=lambda _: mapped)
+        self.peers = [Peers(rank, size, torch.device("cpu"), memory=shared, limit=limit) for rank in range(size)]
         for peers in self.peers:
             peers.reserve(BYTES)
 
@@ -154,6 +155,38 @@ def test_a_sum_of_tensors_of_torch_takes_the_same_way(monkeypatch):
     assert not total(terms[0]).any()  # too large: the other way
 
 
+@pytest.mark.parametrize("reason_of_another", ["", "rank 1 has no 8 bytes"])
+def test_memory_is_mapped_once_all_ranks_have_allocated_theirs(reason_of_another):
+    """And on none if one has no room, which all then know; what was there stays."""
+    calls, room = [], []
+
+    def allocate(num_bytes):
+        calls.append("allocate")
+        if num_bytes > room[-1]:
+            raise RuntimeError("CUDA out of memory. Tried to allocate too much")
+        return num_bytes
+
+    def agree(reason):
+        calls.append("agree")
+        return reason or reason_of_another * (len(room) > 1)
+
+    def map_all(own):
+        calls.append("map")
+        return Mapped(buffers=[own, own], pads=[1, 2], owner=own)
+
+    memory = SimpleNamespace(allocate=allocate, agree=agree, map=map_all)
+    peers = Peers(0, 2, torch.device("cpu"), memory=memory, limit=3)
+    room.append(1 << 22)
+    peers.reserve(BYTES)
+    peers.reserve(BYTES)  # there is room already
+    assert calls == ["allocate", "agree", "map"]
+    before = peers.control.clone()
+    room.append((1 << 22) if reason_of_another else 0)
+    with pytest.raises(OutOfMemoryError, match=reason_of_another or "rank 0 has no 4,194,304 bytes .* memory[)]$"):
+        peers.reserve((1 << 20) + 1)
+    assert calls[3:] == ["allocate", "agree"] and peers.num_bytes == 1 << 20 and torch.equal(peers.control, before)
+
+
 @pytest.mark.parametrize("is_sampled", [False, True])
 def test_statistics_of_ranks_are_those_of_all_ids(is_sampled):
     """Also ties, which go to the lowest id, and a rank all of whose ids are banned."""
@@ -173,9 +206,9 @@ def test_statistics_of_ranks_are_those_of_all_ids(is_sampled):
             for name in ("argmax_confidence", "confidence", "entropy", "log_sum_exp", "max_logit"):
                 np.testing.assert_allclose(found[name], whole[name], rtol=2e-5, atol=2e-5, err_msg=name)
     weight[80, 0] = float("nan")
-    assert not any(
-        found["is_finite_row"].any() for found in statistics(parts, x, weight, banned, is_sampled=is_sampled)
-    )
+    for bans, is_usable in ((torch.zeros_like(banned), False), (banned, True)):  # of a banned id it is nobody's
+        for found in statistics(parts, x, weight, bans, is_sampled=is_sampled):
+            assert found["is_finite_row"].tolist() == [is_usable] * rows
 
 
 def statistics(parts, x, weight, banned, *, is_sampled):

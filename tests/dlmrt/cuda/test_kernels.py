@@ -318,6 +318,19 @@ def test_a_row_with_a_logit_that_is_not_finite_is_marked():
     assert out["finite"].tolist() == [1, 0] and 0 <= int(out["token"][1]) < 40
 
 
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+def test_a_logit_that_is_not_finite_counts_unless_its_id_is_banned(value):
+    """In the first tile and in the last one, whose ids do not fill it."""
+    x, weight = normal(2, 16).abs(), normal(40, 16, seed=1)
+    expected = run_head((x, weight), banned=(7, 39))
+    weight[7, 3], weight[39, 3] = value, -value
+    banned = run_head((x, weight), banned=(7, 39))
+    for name in ("argmax", "token", "confidence", "entropy", "lse", "finite"):
+        assert torch.equal(banned[name], expected[name]), name
+    for others in ((7,), (39,), ()):
+        assert run_head((x, weight), banned=others)["finite"].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.6, 0.0), (5, 0.5, 0.2), (0, 1.0, 0.3)])
 def test_filters_leave_exactly_what_the_reference_leaves(top_k, top_p, min_p):
     """With ties at the edge: top-k keeps all of them, top-p the lower ids."""

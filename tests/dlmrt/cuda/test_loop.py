@@ -145,6 +145,23 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_the_next_o
     assert_same(fast(denoiser, sound), slow(make_eager(config, params), sound))
 
 
+@pytest.mark.parametrize("is_banned", [False, True])
+def test_one_logit_that_is_not_finite_is_judged_alike_by_both_loops(is_banned, runners):
+    """It fails the request; of a banned id it is nobody's."""
+    config = replace(small_config(), tie_word_embeddings=False)
+    params = draw_params(config)
+    params["lm_head.weight"][config.diffusion.mask_token_id if is_banned else 30, 3] = -np.inf
+    request = request_for(config, PROMPT[:4], max_tokens=4, temperature=0, threshold=0.3, max_denoising_steps=2)
+    both = ((slow, make_eager(config, params)), (fast, make_cuda(config, params)))
+    if is_banned:
+        expected, found = (run(denoiser, request) for run, denoiser in both)
+        assert_same(found, expected)
+        return
+    for run, denoiser in both:
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0, 1, 2, 3\]"):
+            run(denoiser, request)
+
+
 def test_a_request_that_was_cancelled_before_its_first_forward_runs_none(runners):
     config = small_config()
     request = request_for(config, PROMPT[:4], max_tokens=4, temperature=0)

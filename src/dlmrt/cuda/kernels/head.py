@@ -5,7 +5,7 @@ weighted sum, and with SAMPLE the best of logit plus Gumbel noise. `head_merge` 
 written only where a filter or a soft embedding reads them. Order of operations as in dlmrt.decode.sampling: cap,
 temperature, then banned ids at minus infinity; ties go to the lower id.
 
-A row with a logit that is not finite gets a sum that is NaN, which `head_merge` reports.
+A row with a logit that is not finite, of an id that is not banned, gets a sum that is NaN, which `head_merge` reports.
 
 Where ranks share the vocabulary, V is what this one has of it and ids begin at `first`. `put_statistics` joins the
 tiles of this rank, and `merge_ranks` joins what the ranks have put as `head_merge` joins tiles.
@@ -89,8 +89,8 @@ def head_stats(
         acc = cap * (2.0 / (1.0 + tl.exp(acc * (-2.0 / cap))) - 1.0)
     acc = acc / tl.load(temperature)
     is_id = is_known[:, None]
-    is_bad = tl.max((is_id & ~(tl.abs(acc) < float("inf"))).to(tl.int32), 0)
     is_live = is_id & ~is_set(banned, ids, is_known)[:, None]
+    is_bad = tl.max((is_live & ~(tl.abs(acc) < float("inf"))).to(tl.int32), 0)
     acc = tl.where(is_live, acc, -float("inf"))
     is_row = m < num_rows
     if HAS_LOGITS:
