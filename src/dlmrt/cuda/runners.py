@@ -113,6 +113,7 @@ def make_runner(steps: tuple[Step, ...], *, mode: str, device: torch.device) -> 
             return kinds[name](steps)
         except (DeviceError, ImportError, RuntimeError) as error:
             logger.warning("CUDA graph mode %s is not available, using the next one: %s", name, error)
+    prepare(steps)  # not in the first run, in which other ranks would wait for this one
     return Launches(steps)
 
 

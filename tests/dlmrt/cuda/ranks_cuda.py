@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,6 +124,7 @@ class Group:
 
     def __init__(self, machine: Machine, rank: int) -> None:
         self.machine, self.rank, self.size, self.loss = machine, rank, machine.size, None
+        self.num_commands = 0  # that were sent; of a follower also the one that it waits for
 
     def do(self, what: str, *, number: int = 0) -> None:
         """Nobody asks."""
@@ -131,6 +133,7 @@ class Group:
         """Rank 0's words."""
         if self.loss is not None:
             raise DeviceError(self.loss)
+        self.num_commands += 1
         if self.rank:
             return self.machine.commands(self.rank).get(timeout=PATIENCE_S)
         for other in range(1, self.size):
@@ -202,6 +205,14 @@ class Ranks:
             self._machine.commands(rank).put(b"")
         for thread in self._threads:
             thread.join()
+
+    def settle(self) -> None:
+        """Wait until all have done what rank 0 has told them to do."""
+        first, *others = self._groups
+        until = time.monotonic() + PATIENCE_S
+        while any(other.num_commands <= first.num_commands for other in others):
+            assert time.monotonic() < until and not any(self.errors), "a rank hangs or has failed"
+            time.sleep(0.01)
 
     def _follow(self, rank: int) -> None:
         try:

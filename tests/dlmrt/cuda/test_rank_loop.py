@@ -7,6 +7,7 @@ launches take turns (`ranks_cuda`). Vocabularies, heads and experts do not divid
 from __future__ import annotations
 
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -28,10 +29,11 @@ from pairs_cuda import (
 from ranks_cuda import Machine, Ranks, Stopped
 from test_loop import DRAWN, EDITS, FILTERED, FROM_0, GREEDY, PROMPT, settings_of
 
+from dlmrt.cuda import programs
 from dlmrt.cuda.launches import Launch
 from dlmrt.decode.loop import StepEvent, decode
 from dlmrt.decode.native import is_native, run_loop
-from dlmrt.errors import DeviceError
+from dlmrt.errors import DeviceError, OutOfMemoryError
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("small_chunks", "runners")]
 
@@ -76,6 +78,7 @@ def machine_of(monkeypatch):
 
 def assert_all_decided_alike(ranks):
     """Canvas, answer and place of the loop are those of rank 0, on every rank."""
+    ranks.settle()
     first, *others = (part._loop for part in ranks.parts)
     for other in others:
         for name in ("canvas", "answer", "entropy", "confidence"):
@@ -143,3 +146,36 @@ def test_a_rank_that_stops_ends_the_others_with_its_name(place, stop, machine_of
             leader.reset()
     assert isinstance(ranks.errors[1], Stopped)
     assert isinstance(ranks.errors[2], DeviceError) and "rank 1 of 3" in str(ranks.errors[2])
+
+
+def test_what_one_rank_has_no_memory_for_is_refused_on_all_and_the_next_request_is_answered(machine_of, monkeypatch):
+    """Its device is full, or its part of what ranks tell each other has no room: by its number and those of memory."""
+    config = replace(odd(small_config(), 2), max_position_embeddings=1 << 16)
+    params = draw_params(config)
+    settings = {"temperature": 0, "threshold": 0.0, "max_denoising_steps": 2}
+    request = request_for(config, PROMPT[:4], max_tokens=4, **settings)
+    long = request_for(config, PROMPT[:4], max_tokens=40_000, **settings)
+    expected = slow(make_eager(config, params), request)
+    machine = machine_of(2)
+    ranks = Ranks(config, params, machine)
+    with ranks as leader:
+        full = {1: 1_000_000}
+        monkeypatch.setattr(
+            programs, "available_bytes",
+            lambda device: full.get(int(threading.current_thread().name.replace("MainThread", "0"))),
+        )  # fmt: skip
+        for _ in range(2):
+            with pytest.raises(OutOfMemoryError, match=r"the part of rank 1 needs [\d,]{9,} bytes .* 1,000,000 "):
+                fast(leader, long)
+            assert_same(fast(leader, request), expected)
+        full.clear()
+        machine.limits[1] = 0
+        monkeypatch.setattr("dlmrt.cuda.comm.GRAIN", 16)
+        for part in ranks.parts:
+            part._store.peers.num_bytes = 16  # as if all before had been small
+        filtered = request_for(config, PROMPT[:4], max_tokens=4, **settings | FILTERED)
+        with pytest.raises(OutOfMemoryError, match=r"rank 1 has no [\d,]+ bytes for what ranks tell .* out of memory"):
+            fast(leader, filtered)
+        assert_same(fast(leader, request), expected)
+        assert [part._store.capacity for part in ranks.parts] == [1024] * 2
+    assert not any(ranks.errors)
