@@ -53,6 +53,10 @@ class DeviceError(DlmrtError, RuntimeError):
     """A device, instruction set or amount of memory that was asked for is not available."""
 
 
+class OutOfMemoryError(DeviceError, MemoryError):
+    """A model or request does not fit the memory; nothing was changed, and an engine that is there is usable."""
+
+
 EXIT_CODES: dict[type[DlmrtError], int] = {
     DlmrtError: 1,
     UsageError: 2,

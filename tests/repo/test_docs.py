@@ -20,7 +20,7 @@ MACHINE_PATH = re.compile(r"(?<![\w.~}/])/(?:work" + r"|root|home|Users|farm|opt
 
 
 def _text_files() -> list[Path]:
-    found = [path for path in ROOT.iterdir() if path.is_file()]
+    found = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a worktree's is a file
     found += [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     return [
         path

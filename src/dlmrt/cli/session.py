@@ -98,8 +98,10 @@ def followed(open_checkpoint: Callable[[], Checkpoint], *, executor: str, dtype:
     if not ranks.is_follower:
         return False
     chosen_executor(executor, ranks)
-    # Ctrl-C goes to all processes of the terminal: rank 0 ends its request, and this process with itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Ctrl-C goes to all processes of the terminal, SIGTERM to all that torchrun has started: rank 0 ends its request in
+    # good order, for which it needs this process, and this process with itself.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     checkpoint = open_checkpoint()
     try:
         from dlmrt.parallel.lead import follow

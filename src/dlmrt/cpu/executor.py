@@ -31,7 +31,7 @@ from dlmrt.models.context import diffusion_of
 from dlmrt.models.families import family_of
 from dlmrt.program.denoiser import ProgramDenoiser
 from dlmrt.program.forwards import Formats
-from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions
 from dlmrt.types import Float32
 
 FORMATS = {
@@ -54,6 +54,7 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
     """
 
     name = "cpu"
+    drops_rows = True
 
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "float32", num_threads: int | None = None,
@@ -77,23 +78,13 @@ class CpuDenoiser(ProgramDenoiser[NativeProgram]):
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
         arrays: Mapping[str, npt.NDArray[np.generic]],
     ) -> LoopRun:  # fmt: skip
-        """Run the whole loop for one request on a thread of its own.
+        """Run the whole loop for one request on a thread of its own; see `_loop_program`.
 
         Args:
-            positions: length of the context that the request may fill.
             scalars, arrays: inputs of `dlmrt.program.loop` by name; those that the program does not have are left out.
-
-        Raises:
-            UsageError: an id of the prompt is outside the vocabulary, or shifted logits behind an empty context.
         """
-        self._check_ids(arrays["prompt"])
-        self._check_shift(int(scalars["num_prefill"]))
-        self.reset()
-        self._store.reserve(positions, 0)
-        key = ("loop", options)
-        program = self._store.get(
-            key,
-            lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity, drops_rows=True),
+        program = self._loop_program(
+            options, positions=positions, prompt=arrays["prompt"], num_prefill=int(scalars["num_prefill"])
         )
         program.set(**{name: value for name, value in scalars.items() if name in program.scalars})
         _fill(program, **arrays)

@@ -26,14 +26,7 @@ from dlmrt.models.families import family_of
 from dlmrt.program.loop import RECORD_KINDS
 from dlmrt.program.nodes import Buffer, If, Kernel, Node, Program, Value, While, maximum
 from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """A native program and what its fused weights are made of."""
-
-    program: Program
-    sources: Mapping[Buffer, tuple[Buffer, ...]]  # packed weight -> tensors whose rows it holds, in order
+from dlmrt.program.store import Lowered
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,12 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from dlmrt.errors import DeviceError
+from dlmrt.errors import OutOfMemoryError
 from dlmrt.models.config import RopeConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.nodes import Buffer, maximum
 from dlmrt.program.plan import ALIGNMENT
+from dlmrt.program.store import shortage
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -62,14 +63,10 @@ def check_fits(needed_bytes: int, what: str) -> None:
     """Refuse what would not fit, before anything is allocated.
 
     Raises:
-        DeviceError: `needed_bytes` are more than the machine or its control group has left.
+        OutOfMemoryError: `needed_bytes` are more than the machine or its control group has left.
     """
-    available = available_bytes()
-    if available is not None and needed_bytes > available:
-        raise DeviceError(
-            f"{what} needs {needed_bytes:,} bytes ({needed_bytes / 2**30:.2f} GiB) of memory, {available:,} "
-            f"({available / 2**30:.2f} GiB) are available; free memory, or choose a smaller dtype or context"
-        )
+    if reason := shortage(needed_bytes, available_bytes(), what):
+        raise OutOfMemoryError(reason)
 
 
 def available_bytes() -> int | None:

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +30,13 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.models.context import diffusion_of
 from dlmrt.program.denoiser import ProgramDenoiser
 from dlmrt.program.forwards import Formats
-from dlmrt.program.loop import RECORD_KINDS, LoopOptions, record_loop
+from dlmrt.program.loop import RECORD_KINDS, LoopOptions
+from dlmrt.program.shard import Shard
 from dlmrt.types import Float32
+
+if TYPE_CHECKING:
+    from dlmrt.checkpoint.cut import Cut
+    from dlmrt.cuda.comm import Peers
 
 POLL_SECONDS = 1e-4  # between two looks at the ring
 
@@ -52,6 +58,8 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
         mode: how loops run, a name of `dlmrt.cuda.runners.MODES`.
         formats: types of weights and caches; None: those of `dtype`.
         has_nvfp4_operands: as in `dlmrt.cuda.lower.lower`.
+        shard, peers: one rank's part of the model, to which `params` and the heads of `config` are cut, and its place
+            among the others; every rank makes the same calls.
     """
 
     name = "cuda"
@@ -59,13 +67,16 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
     def __init__(
         self, params: Params, config: ModelConfig, *, dtype: str = "bfloat16", device: str = "cuda",
         mode: str = "loop", formats: Formats | None = None, has_nvfp4_operands: bool = False,
+        shard: Shard | None = None, peers: Peers | None = None,
     ) -> None:  # fmt: skip
         self._store: ProgramStore
+        self._loop: DeviceProgram | None = None  # of the request that was prepared last
         super().__init__(
             config, ProgramStore(
-                config, params, device=torch.device(device), mode=mode, has_nvfp4_operands=has_nvfp4_operands
+                config, params, device=torch.device(device), mode=mode, has_nvfp4_operands=has_nvfp4_operands,
+                peers=peers,
             ),
-            formats or FORMATS[dtype], dtype=dtype,
+            formats or FORMATS[dtype], dtype=dtype, shard=shard,
         )  # fmt: skip
 
     @property
@@ -73,29 +84,50 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
         """Whether captured graphs run the forwards."""
         return self._store.uses_graphs
 
+    def reset(self) -> None:
+        """Forget the committed context."""
+        super().reset()
+        self._loop = None  # it may be of programs that are dropped
+
     def start_loop(
         self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
         arrays: Mapping[str, npt.NDArray[np.generic]],
     ) -> LoopRun:  # fmt: skip
-        """Run the whole loop for one request.
+        """Run the whole loop for one request; see `prepare_loop`."""
+        program = self.prepare_loop(options, positions=positions, scalars=scalars, arrays=arrays)
+        return LoopRun(program, self.launch_loop, max_steps=int(scalars["max_steps"]))
+
+    def prepare_loop(
+        self, options: LoopOptions, *, positions: int, scalars: Mapping[str, int | float],
+        arrays: Mapping[str, npt.NDArray[np.generic]],
+    ) -> DeviceProgram:  # fmt: skip
+        """The program of the whole loop, filled for one request; see `_loop_program`.
 
         Args:
-            positions: length of the context that the request may fill.
             scalars, arrays: inputs of `dlmrt.program.loop` by name; those that the program does not have are left out.
-
-        Raises:
-            UsageError: an id of the prompt is outside the vocabulary, or shifted logits behind an empty context.
         """
-        self._check_ids(arrays["prompt"])
-        self._check_shift(int(scalars["num_prefill"]))
-        self.reset()
-        self._store.reserve(positions, 0)
-        program = self._store.get(
-            ("loop", options), lambda: record_loop(self.config, self._formats, options, capacity=self._store.capacity)
+        program = self._loop_program(
+            options, positions=positions, prompt=arrays["prompt"], num_prefill=int(scalars["num_prefill"])
         )
         program.fill(**arrays)
         program.scalars.set(**{name: value for name, value in scalars.items() if name in program.scalars})
-        return LoopRun(program, max_steps=int(scalars["max_steps"]))
+        self._loop = program
+        return program
+
+    def launch_loop(self, *, is_first: bool, num_blocks: int) -> bool:
+        """Launch the prepared loop for `num_blocks` blocks and wait for the end; whether the request has ended."""
+        assert self._loop is not None, "a loop is prepared first"
+        scalars = self._loop.scalars
+        # As start_request would leave it; the flag of a loop is read before its first turn.
+        bounds = {"launch.is_first": int(is_first), "launch.goes_on": 1, "launch.blocks_left": num_blocks}
+        if is_first:
+            scalars.set(**bounds, **{"launch.ends": 0})
+            scalars.upload()
+        else:
+            for name, value in bounds.items():
+                scalars.tensors[name].fill_(value)
+        self._loop.runner.run()
+        return bool(scalars.read("launch.ends"))
 
     def _run(self, program: DeviceProgram, inputs: Mapping[str, npt.NDArray[np.generic]], **scalars: int) -> None:
         program.fill(**inputs)
@@ -107,25 +139,29 @@ class CudaDenoiser(ProgramDenoiser[DeviceProgram]):
         return program.result(name, length)
 
 
+class Launcher(Protocol):
+    """See `CudaDenoiser.launch_loop`."""
+
+    def __call__(self, *, is_first: bool, num_blocks: int) -> bool:
+        """Run some blocks; whether the request has ended."""
+
+
 class LoopRun:
     """A loop that is running on the device; a thread launches it, piece by piece where it does not fit the ring.
 
     Args:
+        launch: runs a piece of the loop, on all ranks if there are several.
         max_steps: most steps of one block, each of which writes a record.
     """
 
-    def __init__(self, program: DeviceProgram, *, max_steps: int) -> None:
-        self._program, self._ring = program, program.ring
+    def __init__(self, program: DeviceProgram, launch: Launcher, *, max_steps: int) -> None:
+        self._program, self._launch, self._ring = program, launch, program.ring
         self._types = [np.dtype(program.record_types[kind]) for kind in RECORD_KINDS]
         # Records of one launch: prefill, those of its blocks, end.
         self._ring.reset(max(MIN_SLOTS, max_steps + 3), max(kind.itemsize for kind in self._types))
         self._blocks_a_launch = max(1, (self._ring.num_slots - 2) // (max_steps + 1))
         self._failure: BaseException | None = None
         self._is_abandoned = threading.Event()
-        program.scalars.set(**{"launch.is_first": 1, "launch.ends": 0})
-        # As start_request would leave it; the flag of a loop is read before its first turn.
-        program.scalars.set(**{"launch.goes_on": 1, "launch.blocks_left": self._blocks_a_launch})
-        program.scalars.upload()
         self._thread = threading.Thread(target=self._drive, daemon=True)
         self._thread.start()
 
@@ -156,17 +192,15 @@ class LoopRun:
 
     def _drive(self) -> None:
         """Launch until the request has ended; what a launch wrote is read before the next one may overwrite it."""
-        program = self._program
+        is_first = True
         try:
             while True:
-                program.runner.run()
-                if program.scalars.read("launch.ends") or self._is_abandoned.is_set():
+                has_ended = self._launch(is_first=is_first, num_blocks=self._blocks_a_launch)
+                if has_ended or self._is_abandoned.is_set():
                     return
                 while self._ring.num_read < int(self._ring.control[3]) and not self._is_abandoned.is_set():
                     time.sleep(POLL_SECONDS)
-                program.scalars.tensors["launch.is_first"].zero_()
-                program.scalars.tensors["launch.goes_on"].fill_(1)
-                program.scalars.tensors["launch.blocks_left"].fill_(self._blocks_a_launch)
+                is_first = False
         except BaseException as error:  # reported by `read`, whoever runs the thread cannot
             self._failure = error
 
@@ -183,24 +217,57 @@ def load_denoiser(checkpoint: Checkpoint, *, dtype: str = "auto", num_threads: i
         DeviceError: no CUDA device is there, or it has no products of NVFP4 (dtype "w4a4").
         UsageError: dtype "w4a4" for a file without NVFP4.
     """
-    if dtype not in (*FORMATS, W4A4, "auto"):
-        known = nearest(dtype, (*FORMATS, W4A4, "auto"))
-        raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cuda executor{known}")
     if num_threads is not None:
         raise UsageError("num_threads has no effect on the cuda executor; leave it out, or choose executor 'cpu'")
     diffusion_of(checkpoint.config)
     if not torch.cuda.is_available():
         raise DeviceError("no CUDA device is there, or this torch was built without CUDA; use executor 'cpu'")
-    weights, is_w4a4 = checkpoint.weights(), dtype == W4A4
+    weights = checkpoint.weights()
     kept = kept_formats(weights, checkpoint.config) if dtype in ("auto", W4A4) else {}
-    if is_w4a4:
+    if dtype == W4A4:
         _check_w4a4(kept)
+    formats = _formats(checkpoint, dtype, kept)
+    return CudaDenoiser(
+        FileParams(weights, kept), checkpoint.config, dtype=_name(dtype, formats), mode=Environment.read().cuda_graph,
+        formats=formats, has_nvfp4_operands=dtype == W4A4,
+    )  # fmt: skip
+
+
+def part_formats(checkpoint: Checkpoint, *, dtype: str, cuts: Mapping[str, Cut]) -> tuple[FileParams, Formats, str]:
+    """One rank's tensors of `checkpoint`, their types, and what records call them.
+
+    Stacked experts stay as the file holds them; other quantised matrices become bfloat16, since a cut through their
+    blocks of scales is another matrix.
+
+    Args:
+        dtype: as in `load_denoiser`, "w4a4" excepted.
+        cuts: what the rank holds of the tensors that it does not hold whole.
+
+    Raises:
+        UsageError: dtype "w4a4".
+    """
+    if dtype == W4A4:
+        raise UsageError("dtype 'w4a4' needs whole matrices, and several processes divide them; leave the dtype out")
+    weights = checkpoint.weights()
+    kept = kept_formats(weights, checkpoint.config) if dtype == "auto" else {}
+    kept = {name: held for name, held in kept.items() if len(weights[name].shape) == 3}
+    formats = _formats(checkpoint, dtype, kept)
+    return FileParams(weights, kept, cuts), formats, _name(dtype, formats)
+
+
+def _formats(checkpoint: Checkpoint, dtype: str, kept: Mapping[str, str]) -> Formats:
+    """Types of weights and caches; `kept` names the matrices that stay as the file holds them."""
+    if dtype not in (*FORMATS, W4A4, "auto"):
+        known = nearest(dtype, (*FORMATS, W4A4, "auto"))
+        raise UnknownOptionError(f"dtype {dtype!r} is not a type of the cuda executor{known}")
     if dtype not in FORMATS:
         dtype = "float32" if checkpoint.config.dtype == "float32" and not kept else "bfloat16"
-    return CudaDenoiser(
-        FileParams(weights, kept), checkpoint.config, dtype=W4A4 if is_w4a4 else next(iter(kept.values()), dtype),
-        mode=Environment.read().cuda_graph, formats=replace(FORMATS[dtype], named=kept), has_nvfp4_operands=is_w4a4,
-    )  # fmt: skip
+    return replace(FORMATS[dtype], named=kept)
+
+
+def _name(dtype: str, formats: Formats) -> str:
+    """What records call the model's type."""
+    return dtype if dtype == W4A4 else next(iter(formats.named.values()), formats.matrix)
 
 
 def _check_w4a4(kept: Mapping[str, str]) -> None:

@@ -19,14 +19,16 @@ import triton.language as tl
 from torch import Tensor
 
 from dlmrt.cuda import tiles
-from dlmrt.cuda.kernels import attention, head, loop, matmul, moe, ring, rows
+from dlmrt.cuda.kernels import attention, comm, head, loop, matmul, moe, ring, rows
 from dlmrt.cuda.kernels.condition import LIBRARIES
 from dlmrt.cuda.weights import PACKED, Packed
 from dlmrt.program.nodes import Buffer, Kernel, Value, maximum
 from dlmrt.program.record import URGENT
+from dlmrt.program.shard import share
 from dlmrt.program.signatures import LOOP_OPS, signature
 
 Place = Tensor | Packed
+_TERM_TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16}
 
 FLAGS = {  # operations that compute the flag of a While or If, and its name
     "start_request": "more_prefill", "finish_chunk": "more_prefill", "start_block": "more_steps",
@@ -98,6 +100,10 @@ class Bound:
         """An attribute that every node of this operation has."""
         return self.node.attributes[name]
 
+    def first_of_part(self) -> int:
+        """First id or expert of this rank's; 0 without ranks."""
+        return int(self.number("first", 0))
+
     def is_nvfp4(self, role: str) -> bool:
         """Whether an operand is there in NVFP4, which is the only use of bytes among operands."""
         return self.has(role) and self.buffers[role].dtype == "uint8"
@@ -154,7 +160,8 @@ def _embed(b: Bound) -> Launch:
     scale = float(torch.tensor(b.number("scale"), dtype=table.dtype))
     return b.launch(
         rows.embed, (b.size("x", 0),), table=table, ids=b.place("ids"), x=b.place("x"), rows=b.place("rows"),
-        scale=scale, D=width, DP=tiles.power_of_two(width), num_warps=_warps(width),
+        scale=scale, first=b.first_of_part(), V=b.size("table", 0), D=width, DP=tiles.power_of_two(width),
+        num_warps=_warps(width),
     )  # fmt: skip
 
 
@@ -276,7 +283,8 @@ def _route_softmax(b: Bound) -> Launch:
 def _list_rows(b: Bound) -> Launch:
     return b.launch(
         moe.list_rows, (b.size("counts", 0),), experts=b.place("experts"), lists=b.place("lists"),
-        counts=b.place("counts"), rows=b.place("rows"), M=b.size("experts", 0), K=b.size("experts", 1), BE=256,
+        counts=b.place("counts"), rows=b.place("rows"), first=b.first_of_part(), M=b.size("experts", 0),
+        K=b.size("experts", 1), BE=256,
     )  # fmt: skip
 
 
@@ -296,7 +304,8 @@ def _sum_experts(b: Bound) -> Launch:
     block = min(1024, tiles.power_of_two(width))
     return b.launch(
         moe.sum_experts, (b.size("y", 0), -(-width // block)), part=b.place("part"), weights=b.place("weights"),
-        y=b.place("y"), rows=b.place("rows"), D=width, BD=block, K=b.size("weights", 1),
+        experts=b.place("experts"), y=b.place("y"), rows=b.place("rows"), first=b.first_of_part(),
+        E=b.attribute("num_experts"), D=width, BD=block, K=b.size("weights", 1),
     )  # fmt: skip
 
 
@@ -339,7 +348,8 @@ def _head_stats(b: Bound) -> Launch:
         tile_sum=b.place("tile_sum"), tile_weighted=b.place("tile_weighted"), tile_argmax=b.place("tile_argmax"),
         tile_score=b.pointer("tile_score", "tile_max"), tile_sample=b.pointer("tile_sample", "tile_argmax"),
         tile_sample_logit=b.pointer("tile_sample_logit", "tile_max"), logits=b.pointer("logits", "tile_max"),
-        rows=b.place("rows"), cap=cap, M=rows_at_most, V=vocab, K=width, BM=row_tile, BN=tiles.TILE_V,
+        rows=b.place("rows"), cap=cap, first=b.first_of_part(), M=rows_at_most, V=vocab, K=width, BM=row_tile,
+        BN=tiles.TILE_V,
         BK=tiles.TILE_K, HAS_CAP=cap > 0, IS_SAMPLED=is_sampled, HAS_LOGITS=b.has("logits"),
         CDT=compute_type(b.place("x")), num_warps=8, num_stages=3,
     )  # fmt: skip
@@ -347,13 +357,38 @@ def _head_stats(b: Bound) -> Launch:
 
 def _head_merge(b: Bound) -> Launch:
     vocab_tiles, rows_at_most = b.size("tile_max", 0), b.size("argmax", 0)
-    names = ("tile_max", "tile_sum", "tile_weighted", "tile_argmax", "argmax", "argmax_confidence", "token",
-             "confidence", "entropy", "log_sum_exp", "max_logit", "is_finite_row", "rows")  # fmt: skip
     return b.launch(
-        head.head_merge, (rows_at_most,), **{name: b.place(name) for name in names},
-        tile_score=b.pointer("tile_score", "tile_max"), tile_sample=b.pointer("tile_sample", "tile_argmax"),
-        tile_sample_logit=b.pointer("tile_sample_logit", "tile_max"), is_drawn=b.pointer("is_drawn", "is_finite_row"),
+        head.head_merge, (rows_at_most,), **_tile_statistics(b), **_prediction(b), rows=b.place("rows"),
         M=rows_at_most, T=vocab_tiles, TP=tiles.power_of_two(vocab_tiles), IS_SAMPLED=b.has("tile_score"),
+    )  # fmt: skip
+
+
+def _tile_statistics(b: Bound) -> dict[str, Any]:
+    names = ("tile_max", "tile_sum", "tile_weighted", "tile_argmax")
+    draws = {"tile_score": "tile_max", "tile_sample": "tile_argmax", "tile_sample_logit": "tile_max"}
+    return {name: b.place(name) for name in names} | {name: b.pointer(name, other) for name, other in draws.items()}
+
+
+def _prediction(b: Bound) -> dict[str, Any]:
+    names = ("argmax", "argmax_confidence", "token", "confidence", "entropy", "log_sum_exp", "max_logit",
+             "is_finite_row")  # fmt: skip
+    return {name: b.place(name) for name in names} | {"is_drawn": b.pointer("is_drawn", "is_finite_row")}
+
+
+def _put_statistics(b: Bound) -> Launch:
+    vocab_tiles, rows_at_most = b.size("tile_max", 0), b.size("tile_max", 1)
+    return b.launch(
+        head.put_statistics, (rows_at_most,), ranks=b.place("ranks"), **_tile_statistics(b), rows=b.place("rows"),
+        M=rows_at_most, T=vocab_tiles, TP=tiles.power_of_two(vocab_tiles), P=b.attribute("num_ranks"),
+        IS_SAMPLED=b.has("tile_score"),
+    )  # fmt: skip
+
+
+def _merge_ranks(b: Bound) -> Launch:
+    rows_at_most, size = b.size("argmax", 0), int(b.number("num_ranks"))
+    return b.launch(
+        head.merge_ranks, (rows_at_most,), ranks=b.place("ranks"), **_prediction(b), rows=b.place("rows"),
+        M=rows_at_most, P=size, PP=tiles.power_of_two(size), IS_SAMPLED=b.has("is_drawn"), num_warps=1,
     )  # fmt: skip
 
 
@@ -404,7 +439,53 @@ def _pack_record(b: Bound) -> Launch:
 
 def _publish(b: Bound) -> Launch:
     control = b.place("ring")
-    return b.launch(ring.publish, (1,), control=control, IS_DEVICE=control.device.type != "cpu", num_warps=1)
+    return b.launch(
+        ring.publish, (1,), control=control, ranks=b.pointer("ranks", "ring"), HAS_RANKS=b.has("ranks"),
+        IS_DEVICE=control.device.type != "cpu", num_warps=1,
+    )  # fmt: skip
+
+
+def _meet(b: Bound) -> Launch:
+    ranks = b.place("ranks")
+    return b.launch(
+        comm.meet, (1,), ranks=ranks, flag=b.pointer("flag", "ranks"), agreed=b.pointer("agreed", "ranks"),
+        P=b.attribute("num_ranks"), HAS_FLAG=b.has("flag"), IS_DEVICE=ranks.device.type != "cpu", num_warps=1,
+    )  # fmt: skip
+
+
+def _put_terms(b: Bound) -> Launch:
+    source = b.buffers["x" if b.has("x") else "part"]
+    rows_at_most, width = (maximum(dim) for dim in source.shape[-2:])
+    block = min(1024, tiles.power_of_two(width))
+    return b.launch(
+        comm.put_terms, (rows_at_most, -(-width // block)), ranks=b.place("ranks"), x=b.pointer("x", "part"),
+        part=b.pointer("part", "x"), rows=b.place("rows"), M=rows_at_most, D=width, BD=block, S=_splits(b),
+        P=b.attribute("num_ranks"), HAS_X=b.has("x"), TDT=_TERM_TYPES[str(b.attribute("terms"))],
+    )  # fmt: skip
+
+
+def _sum_terms(b: Bound) -> Launch:
+    made = next(role for role in ("total", "y", "operand") if b.has(role))
+    rows_at_most, width = b.size(made, 0), int(b.number("width"))
+    weight = b.place("weight").values if b.has("weight") else b.place(made)
+    return b.launch(
+        comm.sum_terms, (rows_at_most,), ranks=b.place("ranks"), x=b.pointer("x", made), weight=weight,
+        total=b.pointer("total", made), y=b.pointer("y", made), operand=b.pointer("operand", made),
+        rows=b.place("rows"), M=rows_at_most, eps=b.number("eps"), D=width, DP=tiles.power_of_two(width),
+        P=b.attribute("num_ranks"), TDT=_TERM_TYPES[str(b.attribute("terms"))], HAS_X=b.has("x"),
+        HAS_WEIGHT=b.has("weight"), HAS_TOTAL=b.has("total"), HAS_Y=b.has("y"), HAS_OPERAND=b.has("operand"),
+        NVFP4=b.is_nvfp4("operand"), num_warps=_warps(width),
+    )  # fmt: skip
+
+
+def _take_logits(b: Bound) -> Launch:
+    vocab, size, ranks = b.size("logits", 1), int(b.number("num_ranks")), b.place("ranks")
+    firsts = torch.tensor([share(vocab, rank, size).start for rank in range(size)] + [vocab])
+    block = min(1024, tiles.power_of_two(vocab))
+    return b.launch(
+        comm.take_logits, (b.size("logits", 0), -(-vocab // block)), ranks=ranks, firsts=firsts.to(ranks.device),
+        logits=b.place("logits"), rows=b.place("rows"), V=vocab, BV=block, P=size,
+    )  # fmt: skip
 
 
 def _loop_operation(b: Bound) -> Launch:
@@ -457,5 +538,7 @@ _BINDERS: dict[str, Callable[[Bound], Launch]] = {
     "filtered_draw": _filtered_draw, "soft_embedding": _soft_embedding, "pack_record": _pack_record,
     "publish": _publish, "window_start": _window_start, "admit_experts": _admit_experts,
     "route_sigmoid": _route_sigmoid, "route_softmax": _route_softmax, "list_rows": _list_rows,
-    "matmul_experts": _matmul_experts, "sum_experts": _sum_experts,
+    "matmul_experts": _matmul_experts, "sum_experts": _sum_experts, "meet": _meet, "put_terms": _put_terms,
+    "sum_terms": _sum_terms, "put_statistics": _put_statistics, "merge_ranks": _merge_ranks,
+    "take_logits": _take_logits,
 }  # fmt: skip

@@ -7,6 +7,9 @@ value if that is possible. The result is an ordinary `Program`: `plan` places it
 
 `bounded` cuts the loop into launches of some blocks each, which go on from device memory where the last one stopped.
 
+A sum over ranks is three kernels: this rank's term to where the others read it, a meeting, and the sum, which waits
+like partial sums do for its skip stream and its norm. It cannot wait past the next meeting, whose parts take its place.
+
 Left out on purpose: choices per card; they are made when kernels are bound (`dlmrt.cuda.launches`).
 
 Source: ours.
@@ -22,22 +25,16 @@ from dlmrt.models.config import ModelConfig, RopeConfig
 from dlmrt.ops.numerics import rope_inv_freq
 from dlmrt.program.forwards import CONTEXT
 from dlmrt.program.loop import RECORD_KINDS
-from dlmrt.program.nodes import Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
+from dlmrt.program.nodes import ITEM_BYTES, Buffer, Dim, If, Kernel, Node, Program, Rows, Value, While, maximum, walk
 from dlmrt.program.record import describe_rope
 from dlmrt.program.signatures import HEAD_OPS, LOOP_OPS, signature
+from dlmrt.program.store import Lowered
 
 _MATRIX_INPUTS = {("linear", "x"), ("qkv", "x"), ("qkv_packed", "x"), ("gated_mlp", "x"), ("moe", "x"),
                   ("qkv_biased", "x")}  # fmt: skip
 CONSTANT = "constant."  # scalars of this prefix hold the number in their name
 LAUNCH = "launch."  # scalars of this prefix bound one launch
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """A program of kernels and what its fused weights are made of."""
-
-    program: Program
-    sources: Mapping[Buffer, tuple[Buffer, ...]]  # weight -> tensors whose rows it holds, in order
+RANKS = "ranks"  # state that stands for what kernels know of the other ranks (dlmrt.cuda.kernels.comm)
 
 
 @dataclass
@@ -63,7 +60,10 @@ def lower(program: Program, config: ModelConfig, *, has_nvfp4_operands: bool = F
     """
     lowering = _Lowering(program, config, has_nvfp4_operands=has_nvfp4_operands)
     body = lowering.body(program.body)
-    return Lowered(program=Program(name=f"{program.name} (cuda)", body=body), sources=lowering.sources)
+    return Lowered(
+        program=Program(name=f"{program.name} (cuda)", body=body), sources=lowering.sources,
+        part_bytes=lowering.part_bytes,
+    )  # fmt: skip
 
 
 def bounded(program: Program) -> Program:
@@ -111,6 +111,11 @@ class _Lowering:
         self._projections: dict[Buffer, tuple[Kernel, Buffer]] = {}  # k -> its node and partial sums
         self._heads: dict[Buffer, tuple[Buffer, Buffer, float]] = {}  # logits not computed -> operand, weight, cap
         self._logits: dict[Buffer, Buffer] = {}
+        self.part_bytes = 0
+        kernels = [node for node in walk(program.body) if isinstance(node, Kernel)]
+        self._num_ranks = max((int(node.attributes.get("num_ranks", 0)) for node in kernels), default=0)
+        self._ranks = Buffer(name=RANKS, kind="state", dtype="uint8", shape=(0,))
+        self._terms = ""  # type of the terms that wait to be added up
 
     def body(self, nodes: tuple[Node, ...]) -> tuple[Node, ...]:
         """Lower a body; forms made inside are unknown outside, where the body may not have run."""
@@ -120,9 +125,11 @@ class _Lowering:
             if isinstance(node, Kernel):
                 getattr(self, f"_lower_{node.op}", self._lower_other)(node)
                 continue
+            self._add_up_ranks()
             assert not any(self._is_read_inside(value, node) for value in self._waiting()), "a sum waits for a body"
             kind = While if isinstance(node, While) else If
             self._nodes.append(kind(flag=node.flag, body=self.body(node.body)))
+        self._add_up_ranks()
         inner, self._nodes, self._forms = self._nodes, outer, known
         return tuple(inner)
 
@@ -132,7 +139,7 @@ class _Lowering:
         x = node.outputs["x"]
         self._emit(
             "embed", x.shape[0], {"table": node.inputs["table"], "ids": node.inputs["ids"]}, {"x": self._new_rows(x)},
-            scale=node.attributes["scale"],
+            scale=node.attributes["scale"], **_first(node),
         )  # fmt: skip
 
     def _lower_residual_mix(self, node: Kernel) -> None:
@@ -145,6 +152,13 @@ class _Lowering:
         where = {"where": i["where"]} if "where" in i else {}
         self._emit("residual_add", x.shape[0], {"x": x, "part": part} | where, {"x": x}, alpha=node.attributes["alpha"])
 
+    def _lower_mix(self, node: Kernel) -> None:
+        x, part = self._rows_of(node.inputs["x"]), self._rows_of(node.inputs["delta"])
+        where = {"where": node.inputs["where"]} if "where" in node.inputs else {}
+        self._emit(
+            "residual_add", x.shape[0], {"x": x, "part": part} | where, {"x": x}, alpha=node.attributes["alpha"]
+        )  # fmt: skip
+
     def _lower_rms_norm(self, node: Kernel) -> None:
         x, y = node.inputs["x"], node.outputs["y"]
         forms = self._forms.setdefault(x, _Forms(rows=x))
@@ -155,6 +169,7 @@ class _Lowering:
             inputs = self._take_sum(forms)
             if len(self._uses[x]) > 1:
                 outputs["total"] = forms.rows = self._scratch("float32", x.shape)
+            if forms.rows is not None or "ranks" in inputs:
                 forms.sum_of = None
         if "weight" in node.inputs:
             inputs["weight"] = node.inputs["weight"]
@@ -165,20 +180,28 @@ class _Lowering:
             made.rows = outputs["y"] = self._output_or_scratch(y)
         if types:
             made.operands[types[0]] = outputs["operand"] = self._operand_scratch(types[0], y.shape)
-        self._emit("norm", y.shape[0], inputs, outputs, eps=node.attributes["eps"])
+        if "ranks" in inputs:
+            self._emit_sum(y, inputs, outputs, eps=node.attributes["eps"])
+        else:
+            self._emit("norm", y.shape[0], inputs, outputs, eps=node.attributes["eps"])
 
     def _lower_add(self, node: Kernel) -> None:
         """Not computed here: the sum is taken by whoever reads it."""
         x, delta = self._rows_of(node.inputs["x"]), self._forms[node.inputs["delta"]]
         if delta.sum_of is not None and delta.sum_of[0] is None and not delta.cap:
             part = delta.sum_of[1]
+            if part is self._ranks:
+                del self._forms[node.inputs["delta"]]
         else:
             part = self._rows_of(node.inputs["delta"])
         self._forms[node.outputs["y"]] = _Forms(sum_of=(x, part))
 
     def _lower_scale(self, node: Kernel) -> None:
         x, y = self._forms[node.inputs["x"]], node.outputs["y"]
-        inputs = self._take_sum(x) if x.rows is None else {"x": x.rows}
+        if x.rows is None and x.sum_of is not None and x.sum_of[1] is not self._ranks:
+            inputs = self._take_sum(x)
+        else:
+            inputs = {"x": self._rows_of(node.inputs["x"])}
         self._emit("sum_rows", y.shape[0], inputs | {"factor": node.inputs["factor"]}, {"y": self._new_rows(y)})
 
     def _lower_linear(self, node: Kernel) -> None:
@@ -296,7 +319,7 @@ class _Lowering:
         operand = self._operand(i["x"], self._operand_type(gate_up))
         num_experts, width, out = maximum(i["gate"].shape[0]), maximum(i["gate"].shape[1]), maximum(y.shape[1])
         lists = {"lists": self._scratch("int32", (num_experts, rows)), "counts": self._scratch("int32", (num_experts,))}
-        self._emit("list_rows", rows, {"experts": i["experts"]}, lists)
+        self._emit("list_rows", rows, {"experts": i["experts"]}, lists, **_first(node))
         both = self._scratch("float32", (1, entries, 2 * width))
         self._emit("matmul_experts", rows, {"x": operand, "weight": gate_up} | lists, {"out": both}, top_k=top_k,
                    is_row=True)  # fmt: skip
@@ -306,8 +329,10 @@ class _Lowering:
         parts = self._scratch("float32", (1, entries, out))
         self._emit("matmul_experts", rows, {"x": product, "weight": down} | lists, {"out": parts}, top_k=top_k,
                    is_row=False)  # fmt: skip
-        inputs = {"part": parts, "weights": i["weights"]}
-        self._emit("sum_experts", rows, inputs, {"y": self._new_rows(y)})
+        inputs = {"part": parts, "weights": i["weights"], "experts": i["experts"]}
+        self._emit(
+            "sum_experts", rows, inputs, {"y": self._new_rows(y)}, num_experts=num_experts, **_first(node)
+        )  # fmt: skip
 
     def _lower_hidden_store(self, node: Kernel) -> None:
         hidden, cache = self._rows_of(node.inputs["hidden"]), node.inputs["cache"]
@@ -340,38 +365,82 @@ class _Lowering:
         rows = self._rows_of(node.inputs["x"])
         assert rows is node.outputs["y"]
 
+    # Ranks.
+
+    def _lower_sum_ranks(self, node: Kernel) -> None:
+        x, y, terms = node.inputs["x"], node.outputs["y"], str(node.attributes["terms"])
+        forms = self._forms[x]
+        inputs = self._take_sum(forms) if forms.rows is None else {"x": forms.rows}
+        num_bytes = maximum(x.shape[0]) * maximum(x.shape[1]) * ITEM_BYTES[terms]
+        self._exchange("put_terms", x.shape[0], inputs, num_bytes, terms=terms)
+        self._terms = terms
+        self._forms[y] = _Forms(sum_of=(None, self._ranks))
+
+    def _lower_agree(self, node: Kernel) -> None:
+        self._add_up_ranks()
+        self._meet(node.inputs, node.outputs)
+
+    def _exchange(self, op: str, rows: Dim, inputs: Mapping[str, Buffer], num_bytes: int, **attributes: Value) -> None:
+        """This rank's part by kernel `op`, and the meeting behind which those of all ranks can be read."""
+        self._add_up_ranks()
+        self.part_bytes = max(self.part_bytes, num_bytes)
+        ranks = {"ranks": self._ranks}
+        self._emit(op, rows, dict(inputs) | ranks, ranks, num_ranks=self._num_ranks, **attributes)
+        self._meet({}, {})
+
+    def _meet(self, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer]) -> None:
+        ranks, size = {"ranks": self._ranks}, {"num_ranks": self._num_ranks}
+        self._nodes.append(
+            Kernel(op="meet", inputs=ranks | dict(inputs), outputs=ranks | dict(outputs), attributes=size)
+        )
+
+    def _add_up_ranks(self) -> None:
+        """Add up what ranks have put: the next meeting is about other values."""
+        for value in self._waiting():
+            forms = self._forms[value]
+            if forms.sum_of is not None and forms.sum_of[1] is self._ranks:
+                self._rows_of(value)
+
+    def _emit_sum(
+        self, value: Buffer, inputs: Mapping[str, Buffer], outputs: Mapping[str, Buffer], **attributes: Value
+    ) -> None:
+        self._emit(
+            "sum_terms", value.shape[0], inputs, outputs, num_ranks=self._num_ranks, terms=self._terms,
+            width=maximum(value.shape[1]), **attributes,
+        )  # fmt: skip
+
     # Head.
 
     def _lower_predict(self, node: Kernel) -> None:
         i, o, logits = node.inputs, node.outputs, node.inputs["logits"]
         operand, weight, cap = self._heads[logits]
-        rows, vocab = logits.shape[0], maximum(logits.shape[1])
+        rows = logits.shape[0]
         is_filtered, is_greedy = bool(node.attributes["is_filtered"]), bool(node.attributes["is_greedy"])
         is_sampled = not is_greedy and not is_filtered
         draw = {} if is_greedy else {name: i[name] for name in ("seed", "step", "block_idx")}
         names = ["tile_max", "tile_sum", "tile_weighted", "tile_argmax"]
         if is_sampled:
             names += ["tile_score", "tile_sample", "tile_sample_logit"]
-        tiles = -(-vocab // TILE_V)
         partials = {
-            name: self._scratch("int32" if name in ("tile_argmax", "tile_sample") else "float32", (tiles, rows))
+            name: self._scratch("int32" if name in ("tile_argmax", "tile_sample") else "float32", (_tiles(node), rows))
             for name in names
         }
         written = dict(partials)
         if is_filtered or any(use.op == "probabilities" for use, _ in self._uses[logits]):
             written["logits"] = self._logits[logits] = self._scratch("float32", logits.shape)
         inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
-        self._emit("head_stats", rows, inputs | (draw if is_sampled else {}), written, cap=cap)
+        self._emit("head_stats", rows, inputs | (draw if is_sampled else {}), written, cap=cap, **_first(node))
         merged = {name: o[name] for name in ("argmax", "argmax_confidence", "token", "confidence", "entropy",
                                              "log_sum_exp", "is_finite_row")}  # fmt: skip
         merged["max_logit"] = self._scratch("float32", (rows,))
         drawn = {"is_drawn": i["is_drawn"]} if is_sampled else {}
-        self._emit("head_merge", rows, partials | drawn, merged)
+        self._merge(rows, partials, drawn, merged)
         if is_filtered:
             filters = {name: i[name] for name in ("is_drawn", "top_k", "top_p", "min_p")}
+            whole = self._logits_of_all(node, written["logits"])
             self._emit(
                 "filtered_draw", rows,
-                {"logits": written["logits"], "max_logit": merged["max_logit"], "log_sum_exp": o["log_sum_exp"],
+                {"logits": whole, "max_logit": merged["max_logit"], "log_sum_exp": o["log_sum_exp"],
                  "token": o["token"], "confidence": o["confidence"]} | filters | draw,
                 {"token": o["token"], "confidence": o["confidence"]},
             )  # fmt: skip
@@ -381,15 +450,36 @@ class _Lowering:
         """The statistics once more with other ids banned, of which the argmax is all that counts."""
         i, logits = node.inputs, node.inputs["logits"]
         operand, weight, cap = self._heads[logits]
-        rows, tiles = logits.shape[0], -(-maximum(logits.shape[1]) // TILE_V)
+        rows = logits.shape[0]
         types = {"tile_max": "float32", "tile_sum": "float32", "tile_weighted": "float32", "tile_argmax": "int32"}
-        partials = {name: self._scratch(dtype, (tiles, rows)) for name, dtype in types.items()}
+        partials = {name: self._scratch(dtype, (_tiles(node), rows)) for name, dtype in types.items()}
         inputs = {"x": operand, "weight": weight, "banned": i["banned"], "temperature": i["step_temperature"]}
-        self._emit("head_stats", rows, inputs, partials, cap=cap)
+        self._emit("head_stats", rows, inputs, partials, cap=cap, **_first(node))
         names = ("argmax_confidence", "confidence", "entropy", "log_sum_exp", "max_logit")
         merged = {name: self._scratch("float32", (rows,)) for name in names}
         merged |= {"token": self._scratch("int32", (rows,)), "is_finite_row": self._scratch("bool", (rows,))}
-        self._emit("head_merge", rows, partials, merged | {"argmax": node.outputs["argmax"]})
+        self._merge(rows, partials, {}, merged | {"argmax": node.outputs["argmax"]})
+
+    def _merge(
+        self, rows: Dim, tiles: Mapping[str, Buffer], drawn: Mapping[str, Buffer], merged: Mapping[str, Buffer]
+    ) -> None:
+        """Statistics of a row from those of its tiles, and where ranks share the ids of them all."""
+        if not self._num_ranks:
+            self._emit("head_merge", rows, dict(tiles) | dict(drawn), merged)
+            return
+        self._exchange("put_statistics", rows, tiles, 7 * maximum(rows) * ITEM_BYTES["float32"])
+        self._emit("merge_ranks", rows, {"ranks": self._ranks} | dict(drawn), merged, num_ranks=self._num_ranks)
+
+    def _logits_of_all(self, node: Kernel, logits: Buffer) -> Buffer:
+        """Logits of all ids: filters weigh them against each other many times."""
+        if not self._num_ranks:
+            return logits
+        rows, vocab = logits.shape[0], int(node.attributes["vocab_size"])
+        num_bytes = maximum(rows) * -(-vocab // self._num_ranks) * ITEM_BYTES["float32"]
+        self._exchange("put_terms", rows, {"x": logits}, num_bytes, terms="float32")
+        whole = self._scratch("float32", (rows, vocab))
+        self._emit("take_logits", rows, {"ranks": self._ranks}, {"logits": whole}, num_ranks=self._num_ranks)
+        return whole
 
     def _lower_probabilities(self, node: Kernel) -> None:
         """Not computed: the soft embedding takes them from the logits."""
@@ -401,7 +491,8 @@ class _Lowering:
     def _lower_publish(self, node: Kernel) -> None:
         kind = RECORD_KINDS.index(str(node.attributes["kind"]))
         for op in ("pack_record", "publish"):
-            inputs = node.inputs if op == "pack_record" else {}
+            waits = {"ranks": self._ranks} if self._num_ranks else {}
+            inputs = node.inputs if op == "pack_record" else waits
             self._nodes.append(Kernel(op=op, inputs=inputs, outputs=node.outputs, attributes={"kind": kind}))
 
     def _lower_other(self, node: Kernel) -> None:
@@ -433,17 +524,20 @@ class _Lowering:
         """Operands `x` and `part` of a kernel that adds up a waiting value."""
         assert forms.sum_of is not None and not forms.cap
         x, part = forms.sum_of
-        return ({} if x is None else {"x": x}) | {"part": part}
+        return ({} if x is None else {"x": x}) | {"ranks" if part is self._ranks else "part": part}
 
     def _rows_of(self, value: Buffer) -> Buffer:
         """`value` as float32 rows, summed up now if it waits."""
         forms = self._forms.setdefault(value, _Forms(rows=value))
         if forms.rows is None:
             assert forms.sum_of is not None, f"{value.name} exists only as operand"
-            x, part = forms.sum_of
-            inputs = ({} if x is None else {"x": x}) | {"part": part}
+            cap, forms.cap = forms.cap, 0.0
+            inputs = self._take_sum(forms)
             forms.rows, forms.sum_of = self._output_or_scratch(value), None
-            self._emit("sum_rows", value.shape[0], inputs, {"y": forms.rows}, cap=forms.cap)
+            if "ranks" in inputs:
+                self._emit_sum(value, inputs, {"total": forms.rows})
+            else:
+                self._emit("sum_rows", value.shape[0], inputs, {"y": forms.rows}, cap=cap)
         return forms.rows
 
     def _operand(self, value: Buffer, dtype: str) -> Buffer:
@@ -531,3 +625,14 @@ class _Lowering:
         count = rows.count if isinstance(rows, Rows) else self._constant(rows)
         inputs = dict(inputs) | {"rows": count}
         self._nodes.append(Kernel(op=op, inputs=inputs, outputs=dict(outputs), attributes=attributes))
+
+
+def _first(node: Kernel) -> dict[str, Value]:
+    """First id or expert of this rank's part, where there are several."""
+    return {"first": node.attributes["first"]} if "first" in node.attributes else {}
+
+
+def _tiles(node: Kernel) -> int:
+    """Tiles of the ids of a head; they begin at a multiple of 4."""
+    vocab = maximum(node.inputs["logits"].shape[1])
+    return -(-(vocab + int(node.attributes.get("first", 0)) % 4) // TILE_V)

@@ -29,6 +29,14 @@ STORAGE = {
 }  # fmt: skip
 
 
+def available_bytes(device: torch.device) -> int | None:
+    """Memory that tensors on `device` may still take, None without a device."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
 def pinned(num_bytes: int, device: torch.device) -> Tensor:
     """Zeroed host bytes that `device` can read and write."""
     return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")

@@ -37,6 +37,9 @@ class Runner(Protocol):
     def run(self) -> None:
         """Run once and wait for the end."""
 
+    def close(self) -> None:
+        """Free what is captured; it does not run again."""
+
 
 class Launches:
     """Mode `off`."""
@@ -49,6 +52,9 @@ class Launches:
     def run(self) -> None:
         """See `Runner`."""
         _walk(self._steps, Launch.run)
+
+    def close(self) -> None:
+        """See `Runner`."""
 
 
 class PieceGraphs:
@@ -63,6 +69,10 @@ class PieceGraphs:
     def run(self) -> None:
         """See `Runner`."""
         _walk(self._steps, lambda piece: piece.replay())
+
+    def close(self) -> None:
+        """See `Runner`."""
+        self._steps = ()
 
 
 class WholeGraph:
@@ -88,6 +98,10 @@ class WholeGraph:
         self._graph.launch(stream.cuda_stream)
         stream.synchronize()
 
+    def close(self) -> None:
+        """See `Runner`."""
+        self._graph.close()
+
 
 def make_runner(steps: tuple[Step, ...], *, mode: str, device: torch.device) -> Runner:
     """The runner of `mode`, or the next one that works; a machine without a device launches one by one."""
@@ -99,6 +113,7 @@ def make_runner(steps: tuple[Step, ...], *, mode: str, device: torch.device) -> 
             return kinds[name](steps)
         except (DeviceError, ImportError, RuntimeError) as error:
             logger.warning("CUDA graph mode %s is not available, using the next one: %s", name, error)
+    prepare(steps)  # not in the first run, in which other ranks would wait for this one
     return Launches(steps)
 
 

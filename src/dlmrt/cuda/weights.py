@@ -8,6 +8,7 @@ Source: ours; formats as in dlmrt.checkpoint.formats.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,12 +17,14 @@ import torch
 from torch import Tensor
 
 from dlmrt.checkpoint.assemble import ModelWeight, kept
+from dlmrt.checkpoint.cut import Cut
 from dlmrt.checkpoint.formats import StoredWeight
 from dlmrt.checkpoint.tensorfile import StoredTensor, to_float32
 from dlmrt.errors import CheckpointError
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
-from dlmrt.ops.formats import FP8_BLOCK
+from dlmrt.ops.formats import FP4_GROUP, FP8_BLOCK
+from dlmrt.program.nodes import Buffer, maximum
 
 PACKED = ("nvfp4", "fp8")  # formats whose codes the kernels multiply
 
@@ -52,17 +55,23 @@ def kept_formats(weights: Mapping[str, ModelWeight], config: ModelConfig) -> dic
 class FileParams(Mapping[str, Tensor | Packed]):
     """Every tensor of a checkpoint, those of `kept` in codes; read anew at each access and held by nobody.
 
+    Args:
+        cuts: what is read of tensors that are not wanted whole; of those of `kept` some matrices of a stack.
+
     An access raises CheckpointError when a block scale is NaN or negative, or the file was changed.
     """
 
-    def __init__(self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str]) -> None:
-        self._weights, self._kept = weights, kept
+    def __init__(
+        self, weights: Mapping[str, ModelWeight], kept: Mapping[str, str], cuts: Mapping[str, Cut] | None = None
+    ) -> None:
+        self._weights, self._kept, self._cuts = weights, kept, cuts or {}
 
     def __getitem__(self, name: str) -> Tensor | Packed:
-        weight = self._weights[name]
+        weight, cut = self._weights[name], self._cuts.get(name)
         if name not in self._kept:
-            return weight.to_torch(torch.bfloat16 if weight.dtype == "bfloat16" else torch.float32)
-        parts = [_packed(piece.weight) for piece in weight.pieces]
+            return weight.to_torch(torch.bfloat16 if weight.dtype == "bfloat16" else torch.float32, cut)
+        pieces = weight.pieces if cut is None else [weight.pieces[index] for index in cut.indices()]
+        parts = [_packed(piece.weight) for piece in pieces]
         return stack(parts) if weight.is_stacked else parts[0]
 
     def __iter__(self) -> Iterator[str]:
@@ -102,6 +111,15 @@ def join(parts: Sequence[Packed], dtype: str, device: torch.device) -> Packed:
         values=matrix, scales=joined([part.scales for part in parts], 0 if is_row else 1),
         shared=joined([part.shared for part in parts], 0), scale_block=parts[0].scale_block,
     )  # fmt: skip
+
+
+def weight_bytes(buffer: Buffer) -> int:
+    """Size of a weight, in packed formats with a scale a row or block."""
+    if buffer.dtype not in PACKED:
+        return buffer.num_bytes
+    *rows, width = map(maximum, buffer.shape)
+    bytes_per_row = width // 2 + width // FP4_GROUP if buffer.dtype == "nvfp4" else width
+    return math.prod(rows) * (bytes_per_row + 4)
 
 
 def _is_cut(weight: ModelWeight) -> bool:

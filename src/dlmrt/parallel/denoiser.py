@@ -89,12 +89,7 @@ class ShardedDenoiser(EagerDenoiser):
     @torch.inference_mode()
     def forward(self, canvas_L: Int32, residual_LD: Float32 | None, where_L: Bool | None) -> Float32:
         """See `Denoiser.forward`: all logits, gathered on every rank; `predict` leaves them where they are."""
-        logits = self._logits(canvas_L, residual_LD, where_L).float()
-        width = max(len(self._layout.vocab_of(rank)) for rank in range(self._layout.size))
-        parts = self._group.gather(F.pad(logits, (0, width - logits.shape[1]))).cpu().numpy()
-        return np.concatenate(
-            [part[:, : len(self._layout.vocab_of(rank))] for rank, part in enumerate(parts)], axis=1
-        )  # fmt: skip
+        return whole_logits(self._logits(canvas_L, residual_LD, where_L).float(), self._layout, self._group)
 
     @torch.inference_mode()
     def soft_embedding(self, probs_LV: Float32) -> Float32:
@@ -125,3 +120,10 @@ class ShardedDenoiser(EagerDenoiser):
         assert self._probs is not None, "nothing was predicted yet"
         result: Float32 = self._soft_embedding(self._probs).float().cpu().numpy()
         return result
+
+
+def whole_logits(own_LW: Tensor, layout: Layout, group: Group) -> Float32:
+    """Logits of all ids [L, V] from those of each rank, on every rank."""
+    counts = [len(layout.vocab_of(rank)) for rank in range(layout.size)]
+    parts = group.gather(F.pad(own_LW, (0, max(counts) - own_LW.shape[1]))).cpu().numpy()
+    return np.concatenate([part[:, :count] for part, count in zip(parts, counts, strict=True)], axis=1)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,16 +25,17 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from dlmrt.errors import DeviceError
+from dlmrt.errors import DeviceError, OutOfMemoryError
 from dlmrt.parallel.pulse import Pulse
 from dlmrt.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
-    from dlmrt.cuda.comm import SymmetricSum
+    from dlmrt.cuda.comm import Peers, SymmetricSum
 
 logger = logging.getLogger(__name__)
 
 JOIN_S = 120.0  # that processes have to start, torch's import included
+_POLL_S = 1e-4  # between two looks at whether all have come
 _IDLE = timedelta(days=300)  # followers wait for the next command; whether the leader lives, the pulse tells
 
 
@@ -71,18 +73,20 @@ class Group:
         self._store = PrefixStore("torch", store)
         self._timeout = timedelta(seconds=timeout_s)
         self._commands: Any = None
-        self._symmetric: SymmetricSum | None = None  # on GPUs that read each other's memory
+        self._num_agreements = 0
+        self.peers: Peers | None = None  # on GPUs that read each other's memory
+        self._symmetric: SymmetricSum | None = None  # sums through it
 
     def connect(self) -> None:
         """Open the connections that tensors and commands go through."""
-        with self._guarded("connecting"):
+        with self.guarded("connecting"):
             backend = "gloo" if self.device.type == "cpu" else "cpu:gloo,cuda:nccl"
             dist.init_process_group(
                 backend, store=self._store, rank=self.rank, world_size=self.size, timeout=self._timeout
             )
             self._commands = dist.new_group(backend="gloo", timeout=_IDLE)
             if self.device.type == "cuda":
-                self._symmetric = self._symmetric_sum()
+                self._connect_memory()
 
     def do(self, what: str, *, number: int = 0) -> None:
         """Say what this rank does now, for reports: command `number`, or what comes before all commands."""
@@ -91,19 +95,19 @@ class Group:
 
     def gather(self, x: Tensor) -> Tensor:
         """`x` of every rank [P, ...] in their order; shapes are equal."""
-        with self._guarded("gather"):
-            if self._symmetric is not None:
-                self._symmetric.check()  # what is gathered was made of sums
+        with self.guarded("gather"):
+            if self.peers is not None:
+                self.peers.check()  # what is gathered was made of sums
             return self._gathered(x)
 
     def sum(self, x: Tensor) -> Tensor:
         """Sum of every rank's `x` in their order, in fp32, rounded once; the same bits on every rank."""
-        with self._guarded("sum"):
+        with self.guarded("sum"):
             return self._gathered_sum(x) if self._symmetric is None else self._symmetric(x)
 
     def command(self, payload: bytes | None) -> bytes:
         """Rank 0's bytes on every rank; the others wait for them as long as rank 0 lives."""
-        with self._guarded("command"):
+        with self.guarded("command"):
             sent = bytearray(payload or b"")
             length = torch.tensor([len(sent)])
             dist.broadcast(length, src=0, group=self._commands)
@@ -111,6 +115,22 @@ class Group:
             body = body if self.rank == 0 else torch.empty(int(length), dtype=torch.uint8)
             dist.broadcast(body, src=0, group=self._commands)
             return body.numpy().tobytes()
+
+    def assemble(self) -> None:
+        """Wait until all ranks have come here, however long one takes that lives, to compile kernels for example."""
+        with self.guarded("assembly"):
+            work = dist.barrier(group=self._commands, async_op=True)
+            while not work.is_completed():
+                if self.loss is not None:
+                    raise DeviceError(self.loss)
+                time.sleep(_POLL_S)
+            work.wait()
+
+    def agree(self, reason: str) -> str:
+        """The first reason that a rank has for not going on, empty if none has; waits for all ranks that live."""
+        with self.guarded("agreement"):
+            self._num_agreements += 1
+            return next(filter(None, self.pulse.meet(f"agreement {self._num_agreements}", reason, JOIN_S)), "")
 
     def fail(self, error: Exception) -> None:
         """This rank cannot go on; the others are told why."""
@@ -132,8 +152,8 @@ class Group:
             self._on_loss(report)
 
     @contextmanager
-    def _guarded(self, kind: str) -> Iterator[None]:
-        """Errors of torch's collectives as ours, with the rank that is to blame."""
+    def guarded(self, kind: str) -> Iterator[None]:
+        """What ranks do together; errors of torch and of meetings of GPUs as ours, with the rank that is to blame."""
         if self.loss is not None:
             raise DeviceError(self.loss)
         self._num_collectives += 1
@@ -160,36 +180,34 @@ class Group:
             dist.all_gather(list(found), x.reshape(-1))
         return found.reshape(self.size, *x.shape)
 
-    def _symmetric_sum(self) -> SymmetricSum | None:
-        """One-shot sums through symmetric memory; None on every rank, with a logged reason, where one has none.
+    def _connect_memory(self) -> None:
+        """One-shot sums through symmetric memory on all ranks; or, with a logged reason, on none.
 
-        Ranks that sum in different ways would wait for each other for ever. They agree before the buffers are mapped,
-        which all must do together, and once more behind it.
+        Ranks that sum in different ways would wait for each other for ever. They agree before each step that all must
+        take together, and once more behind the last one.
         """
-        problem, made = "", None
-        try:
-            import torch.distributed._symmetric_memory  # noqa: F401  private: may be gone from another torch
-
-            from dlmrt.cuda.comm import SymmetricSum
-        except (ImportError, AttributeError, RuntimeError) as error:
-            problem = _first_line(error)
-        if self._all_can("import symmetric memory", problem):
+        for what, attempt in (("import", self._import_memory), ("map", self._map_memory)):
+            reason = ""
             try:
-                made = SymmetricSum(self.device, self._gathered_sum, timeout_s=self._timeout.total_seconds())
+                attempt()
+            except OutOfMemoryError as error:
+                reason = str(error)
             except (ImportError, AttributeError, RuntimeError) as error:
-                problem = _first_line(error)
-            if self._all_can("map symmetric memory", problem):
-                return made
-        return None
+                reason = f"rank {self.rank}: {_first_line(error)}"
+            if reason := self.agree(reason):
+                logger.warning("no symmetric memory (cannot %s it; %s): sums go through nccl", what, reason)
+                self.peers = self._symmetric = None
+                return
 
-    def _all_can(self, what: str, problem: str) -> bool:
-        """Whether no rank has a problem; the first one is logged on all of them."""
-        problems = self.pulse.meet(what, problem, JOIN_S)
-        for rank, found in enumerate(problems):
-            if found:
-                logger.warning("rank %d cannot %s (%s): sums go through nccl", rank, what, found)
-                return False
-        return True
+    @staticmethod
+    def _import_memory() -> None:
+        import dlmrt.cuda.comm  # noqa: F401  needs Triton, and a private module of torch
+
+    def _map_memory(self) -> None:
+        from dlmrt.cuda.comm import SymmetricSum, symmetric_peers
+
+        self.peers = symmetric_peers(self.device, self.agree, timeout_s=self._timeout.total_seconds())
+        self._symmetric = SymmetricSum(self.peers, self._gathered_sum)
 
 
 def _device(ranks: Ranks) -> torch.device:

@@ -28,13 +28,9 @@ from dlmrt.checkpoint.cut import Cut
 from dlmrt.errors import UsageError
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.families import family_of
+from dlmrt.program.shard import Shard, share
 
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
-
-
-def share(count: int, rank: int, size: int) -> range:
-    """The run of `count` things that `rank` of `size` holds."""
-    return range(count * rank // size, count * (rank + 1) // size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +85,28 @@ class Layout:
         shapes = family_of(self.whole).tensor_shapes(self.whole)
         found = {name: self._cut(name, shape) for name, shape in shapes.items()}
         return {name: cut for name, cut in found.items() if cut is not None}
+
+    def shard(self, *, terms: str) -> Shard:
+        """The part for programs of it.
+
+        Args:
+            terms: type in which terms of sums travel.
+
+        Raises:
+            UsageError: there are more ranks than experts.
+        """
+        moe = self.whole.moe
+        if moe is not None and moe.num_experts < self.size:
+            raise UsageError(
+                f"{self.whole.architecture} has {moe.num_experts} experts for {self.size} processes, each of which "
+                f"needs one; start at most {moe.num_experts}"
+            )
+        cuts, shapes = self.cuts(), family_of(self.whole).tensor_shapes(self.whole)
+        return Shard(
+            rank=self.rank, size=self.size, vocab=self.vocab, vocab_size=self.whole.vocab_size, experts=self.experts,
+            shapes={name: cuts[name].shape_of(shape) if name in cuts else shape for name, shape in shapes.items()},
+            summed=frozenset(name for name, cut in cuts.items() if cut.axis == 1), terms=terms,
+        )  # fmt: skip
 
     def _local_config(self) -> ModelConfig:
         """`whole` with this rank's heads, for code that counts them."""

@@ -7,8 +7,8 @@ Source: ours.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Mapping
+from typing import Any, Generic
 
 import numpy as np
 import numpy.typing as npt
@@ -16,28 +16,12 @@ import numpy.typing as npt
 from dlmrt.models.config import ModelConfig
 from dlmrt.models.context import ContextChecks
 from dlmrt.program.forwards import Formats, record_canvas, record_extend, record_soft_embedding
-from dlmrt.program.nodes import Program
+from dlmrt.program.loop import LoopOptions, record_loop
+from dlmrt.program.shard import Shard
+from dlmrt.program.store import Bound, Store
 from dlmrt.types import Bool, Float32, Int32
 
 MAX_ROWS = 512  # of one forward that extends the context
-
-Bound = TypeVar("Bound")  # a program that is ready to run
-Made_co = TypeVar("Made_co", covariant=True)  # the same, of a store
-
-
-class Store(Protocol[Made_co]):
-    """Weights, context and programs of one model."""
-
-    capacity: int  # positions that the context holds
-
-    def get(self, key: Hashable, record: Callable[[], Program]) -> Made_co:
-        """The program called `key`, recorded and bound at its first use."""
-
-    def reserve(self, positions: int, kept: int) -> None:
-        """Make room for `positions` in the context, keeping the first `kept`."""
-
-    def release_params(self) -> None:
-        """Weights are where programs read them: forget where they came from."""
 
 
 class ProgramDenoiser(ContextChecks, Generic[Bound]):
@@ -48,13 +32,19 @@ class ProgramDenoiser(ContextChecks, Generic[Bound]):
         store: holds the weights once this has returned.
         formats: types of weights and caches.
         dtype: what records call the model's type.
+        shard: one rank's part, of whose heads `config` is; logits and probabilities are then of its ids.
     """
 
-    def __init__(self, config: ModelConfig, store: Store[Bound], formats: Formats, *, dtype: str) -> None:
+    drops_rows = False  # loops leave out rows whose results are known
+
+    def __init__(
+        self, config: ModelConfig, store: Store[Bound, Any], formats: Formats, *, dtype: str, shard: Shard | None = None
+    ) -> None:
         super().__init__(config)
+        self._shard = shard
         self.dtype = dtype
         self._formats = formats
-        self._store: Store[Bound] = store
+        self._store: Store[Bound, Any] = store
         self._length = 0
         # Every weight that any program reads is brought to its place now.
         self._store.reserve(1, 0)
@@ -132,6 +122,31 @@ class ProgramDenoiser(ContextChecks, Generic[Bound]):
         self._run(program, {"probs": probs_LV}, rows=len(probs_LV))
         return self._result(program, "residual", len(probs_LV))
 
+    def _loop_program(
+        self, options: LoopOptions, *, positions: int, prompt: npt.NDArray[np.generic], num_prefill: int
+    ) -> Bound:
+        """The program of the whole loop for one request, from an empty context.
+
+        Args:
+            positions: length of the context that the request may fill.
+            num_prefill: tokens of the prompt that come before the first block.
+
+        Raises:
+            UsageError: an id of the prompt is outside the vocabulary, or shifted logits behind an empty context.
+            OutOfMemoryError: there is no room for the context.
+        """
+        self._check_ids(prompt)
+        self._check_shift(num_prefill)
+        self.reset()
+        self._store.reserve(positions, 0)
+        return self._store.get(
+            ("loop", options),
+            lambda: record_loop(
+                self.config, self._formats, options, capacity=self._store.capacity, drops_rows=self.drops_rows,
+                shard=self._shard,
+            ),
+        )  # fmt: skip
+
     @property
     def _max_rows(self) -> int:
         """Rows of one forward that extends the context: whole blocks."""
@@ -141,18 +156,24 @@ class ProgramDenoiser(ContextChecks, Generic[Bound]):
     def _extension(self) -> Bound:
         rows = self._max_rows
         return self._store.get(
-            "extend", lambda: record_extend(self.config, self._formats, capacity=self._store.capacity, max_rows=rows)
+            "extend",
+            lambda: record_extend(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _canvas(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
             ("canvas", rows),
-            lambda: record_canvas(self.config, self._formats, capacity=self._store.capacity, max_rows=rows),
+            lambda: record_canvas(
+                self.config, self._formats, capacity=self._store.capacity, max_rows=rows, shard=self._shard
+            ),
         )
 
     def _soft(self, length: int) -> Bound:
         rows = max(self.diffusion.canvas_length, 1 << (length - 1).bit_length())
         return self._store.get(
-            ("soft_embedding", rows), lambda: record_soft_embedding(self.config, self._formats, max_rows=rows)
+            ("soft_embedding", rows),
+            lambda: record_soft_embedding(self.config, self._formats, max_rows=rows, shard=self._shard),
         )

@@ -18,8 +18,9 @@ from dataclasses import dataclass, field
 
 from dlmrt.models.config import DiffusionConfig, ModelConfig
 from dlmrt.models.families import family_of
-from dlmrt.program.nodes import Buffer, Dim, Program, Rows
+from dlmrt.program.nodes import Buffer, Dim, Program, Rows, maximum
 from dlmrt.program.record import CacheAttention, Recorder
+from dlmrt.program.shard import Shard, make_recorder
 
 CONTEXT = "context."  # states of this prefix are the committed context, which all programs of a model share
 
@@ -39,22 +40,25 @@ class ModelParts:
 
     Args:
         capacity: positions that the caches hold.
+        shard: one rank's part, of whose heads `config` is; None: the whole model.
     """
 
-    def __init__(self, recorder: Recorder, config: ModelConfig, formats: Formats, *, capacity: int) -> None:
+    def __init__(
+        self, recorder: Recorder, config: ModelConfig, formats: Formats, *, capacity: int, shard: Shard | None = None
+    ) -> None:  # fmt: skip
         assert config.diffusion is not None
         self.recorder, self.config = recorder, config
         self.diffusion: DiffusionConfig = config.diffusion
         self.family = family_of(config)
+        shapes = self.family.tensor_shapes(config) if shard is None else shard.shapes
         self.params = {
-            name: recorder.weight(name, self._format(name, shape, formats), shape)
-            for name, shape in self.family.tensor_shapes(config).items()
+            name: recorder.weight(name, self._format(name, shape, formats), shape) for name, shape in shapes.items()
         }
         self._head_params = self.params
         head_format = formats.named.get(self.family.HEAD, formats.matrix)
         if config.tie_word_embeddings and head_format != formats.table:
             # One tensor in two formats: a table for lookups, a matrix for the head.
-            head = recorder.weight(self.family.HEAD, head_format, (config.vocab_size, config.hidden_size))
+            head = recorder.weight(self.family.HEAD, head_format, shapes[self.family.EMBEDDING])
             self._head_params = self.params | {self.family.EMBEDDING: head}
         layers = [config.attention(layer_idx) for layer_idx in range(config.num_layers)]
         self._windows = tuple(layer.window for layer in layers)
@@ -65,6 +69,11 @@ class ModelParts:
         self._hidden: Buffer | None = None
         if self.diffusion.logit_shift:
             self._hidden = recorder.state(f"{CONTEXT}hidden", "float32", (capacity, config.hidden_size))
+
+    @property
+    def num_ids(self) -> int:
+        """Ids whose rows of the embedding this program has."""
+        return maximum(self.params[self.family.EMBEDDING].shape[0])
 
     def extend(self, ids: Buffer, positions: Buffer, visible: Buffer) -> None:
         """Append final ids [T] to the context."""
@@ -142,19 +151,23 @@ class ModelParts:
         return formats.table if name == self.family.EMBEDDING else formats.named.get(name, formats.matrix)
 
 
-def record_extend(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
+def record_extend(
+    config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int, shard: Shard | None = None
+) -> Program:
     """Append rows `ids` at `positions` to the context; the host fills the inputs."""
-    recorder = Recorder("extend", cache=formats.cache)
-    model = ModelParts(recorder, config, formats, capacity=capacity)
+    recorder = make_recorder("extend", shard, cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=capacity, shard=shard)
     rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
     model.extend(*_row_inputs(recorder, rows))
     return recorder.finish()
 
 
-def record_canvas(config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int) -> Program:
+def record_canvas(
+    config: ModelConfig, formats: Formats, *, capacity: int, max_rows: int, shard: Shard | None = None
+) -> Program:
     """State `logits` [T, V] of a canvas; the host fills ids, positions, visible, context and, if any, the residual."""
-    recorder = Recorder("canvas", cache=formats.cache)
-    model = ModelParts(recorder, config, formats, capacity=capacity)
+    recorder = make_recorder("canvas", shard, cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=capacity, shard=shard)
     rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
     inputs = _row_inputs(recorder, rows)
     z, where = None, None
@@ -162,18 +175,18 @@ def record_canvas(config: ModelConfig, formats: Formats, *, capacity: int, max_r
         z = recorder.state("residual", "float32", (rows, config.hidden_size), present=recorder.scalar("has_residual"))
         where = recorder.state("where", "bool", (rows,))
     logits = model.canvas(*inputs, recorder.scalar("context"), z=z, where=where)
-    recorder.call(
-        "output", {"x": logits}, outputs={"y": recorder.state("logits", "float32", (rows, config.vocab_size))}
-    )
+    recorder.call("output", {"x": logits}, outputs={"y": recorder.state("logits", "float32", (rows, logits.shape[1]))})
     return recorder.finish()
 
 
-def record_soft_embedding(config: ModelConfig, formats: Formats, *, max_rows: int) -> Program:
+def record_soft_embedding(
+    config: ModelConfig, formats: Formats, *, max_rows: int, shard: Shard | None = None
+) -> Program:
     """State `residual` [T, D] of state `probs` [T, V]."""
-    recorder = Recorder("soft_embedding", cache=formats.cache)
-    model = ModelParts(recorder, config, formats, capacity=0)
+    recorder = make_recorder("soft_embedding", shard, cache=formats.cache)
+    model = ModelParts(recorder, config, formats, capacity=0, shard=shard)
     rows = Rows(symbol="T", maximum=max_rows, count=recorder.scalar("rows"))
-    probs = recorder.state("probs", "float32", (rows, config.vocab_size))
+    probs = recorder.state("probs", "float32", (rows, model.num_ids))
     model.soft_embedding(probs, recorder.state("residual", "float32", (rows, config.hidden_size)))
     return recorder.finish()
 

@@ -23,6 +23,7 @@ from dlmrt.models.config import ModelConfig
 from dlmrt.program.forwards import Formats, ModelParts
 from dlmrt.program.nodes import Buffer, Kernel, Program, Rows, Value, maximum, walk
 from dlmrt.program.record import URGENT, Recorder
+from dlmrt.program.shard import Shard, make_recorder
 
 # Values of the scalar `end_reason`, in the order of their index; 0: the answer goes on.
 END_REASONS = ("", "eos", "stop_token", "max_tokens", "cancelled", "non_finite")
@@ -62,15 +63,17 @@ class LoopOptions:
 
 
 def record_loop(
-    config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int, drops_rows: bool = False
-) -> Program:
+    config: ModelConfig, formats: Formats, options: LoopOptions, *, capacity: int, drops_rows: bool = False,
+    shard: Shard | None = None,
+) -> Program:  # fmt: skip
     """The whole loop for one request in a context of `capacity` positions.
 
     Args:
         drops_rows: rows whose results are known are left out of canvas and commit forwards, where `can_drop_rows`.
+        shard: one rank's part, of whose heads `config` is; every rank decides the same, a cancel is rank 0's.
     """
-    recorder = Recorder("loop", cache=formats.cache)
-    return _Loop(recorder, config, formats, options, capacity, drops_rows=drops_rows).record()
+    recorder = make_recorder("loop", shard, cache=formats.cache)
+    return _Loop(recorder, config, formats, options, capacity, drops_rows=drops_rows, shard=shard).record()
 
 
 def can_drop_rows(config: ModelConfig, options: LoopOptions) -> bool:
@@ -90,10 +93,10 @@ class _Loop:
 
     def __init__(
         self, recorder: Recorder, config: ModelConfig, formats: Formats, options: LoopOptions, capacity: int,
-        *, drops_rows: bool,
+        *, drops_rows: bool, shard: Shard | None,
     ) -> None:  # fmt: skip
-        self.r, self.config, self.options = recorder, config, options
-        self.model = ModelParts(recorder, config, formats, capacity=capacity)
+        self.r, self.config, self.options, self.shard = recorder, config, options, shard
+        self.model = ModelParts(recorder, config, formats, capacity=capacity, shard=shard)
         self.diffusion = self.model.diffusion
         length, words = options.canvas_length, -(-config.vocab_size // 32)
         self.buffers: dict[str, Buffer] = {"prompt": recorder.state("prompt", "int32", (capacity,))}
@@ -113,6 +116,9 @@ class _Loop:
             dict.fromkeys(("num_prompt", "num_prefill", "cancel", "wants_steps", "max_steps"), "int32")
             | {"max_tokens": "int64", "temperature": "float64"} | RULE_SCALARS[options.commit_rule]
         )  # fmt: skip
+        self.host_cancel = self.buffers["cancel"]
+        if shard is not None:
+            self.buffers["cancel"] = recorder.scalar("agreed_cancel")
         if options.commit_rule == "entropy_bound":
             self._scalars({"t_min": "float64", "t_max": "float64"})
         if not options.is_greedy:
@@ -184,6 +190,7 @@ class _Loop:
     def _prefill(self) -> None:
         """Step 1."""
         b, r = self.buffers, self.r
+        self._agree()
         self._call("start_request")
         rows = Rows(symbol="T", maximum=self.options.prefill_chunk, count=r.scalar("chunk_rows"))
         b["chunk_rows"] = rows.count
@@ -196,12 +203,14 @@ class _Loop:
             constants: dict[str, Value] = {"chunk": self.options.prefill_chunk, "align": align} | self._visibility()
             self._call("prefill_chunk", constants, outputs={"ids": ids, "positions": positions, "visible": visible})
             self.model.extend(ids, positions, visible)
+            self._agree()
             self._call("finish_chunk")
         r.publish("prefill", self.ring, self._some("context", "num_prefill_forwards"))
 
     def _start_block(self) -> None:
         """Steps 2 and 3."""
         in_block: dict[str, Value] = {"in_block": self.diffusion.in_block_attention}
+        self._agree()
         self._call("start_block", self._noise() | self._visibility() | in_block)
         self._take_given("noise", "canvas", where="is_open")
         if self.decides_first:
@@ -245,6 +254,7 @@ class _Loop:
             if options.keeps_residual and self.residual is not None:
                 fields["residual"] = self.residual
             r.publish("step", self.ring, fields, urgent=b["is_urgent"])
+        self._agree()
         self._call("finish_step")
 
     def _canvas(self) -> Buffer:
@@ -314,6 +324,13 @@ class _Loop:
             "block", self.ring, self._some("block_idx", "step", "end_reason", "needs_commit", "answer", "is_finite_row")
         )
         self._call("next_block")
+
+    def _agree(self) -> None:
+        """Ranks act on a cancel together or not at all: on what rank 0 has seen of it, who may look at other times."""
+        if self.shard is not None:
+            constants: dict[str, Value] = {"num_ranks": self.shard.size}
+            agreed = {"agreed": self.buffers["cancel"]}
+            self.r.call("agree", {"flag": self.host_cancel}, attributes=constants, outputs=agreed)
 
     def _scalars(self, names: dict[str, str]) -> None:
         self.buffers |= {name: self.r.scalar(name, dtype) for name, dtype in names.items()}

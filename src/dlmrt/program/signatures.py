@@ -24,6 +24,8 @@ MODEL_OPS = {
     "residual_mix": (
         "x:act[T,D] z:float32[T,D] where?:bool[T] norm:weight[D] gate:weight[F,D] up:weight[F,D] down:weight[D,F] -> x"
     ),
+    # the same in parts, for one rank: x += alpha * delta on the rows of `where`
+    "mix": "x:act[T,D] delta:act[T,D] where?:bool[T] -> x",
     "add": "x:act[T,D] delta:act[T,D] -> y:act[T,D]",
     "scale": "x:act[T,D] factor:weight[O] -> y:act[T,D]",
     "rms_norm": "x:act[T,D] weight?:weight[D] -> y:act[T,D]",
@@ -194,7 +196,14 @@ LOOP_OPS = {
     "next_block": "end_reason:int32[] block_idx:int32[] -> block_idx num_pinned:int32[] more_blocks:int32[]",
 }  # fmt: skip
 
-SIGNATURES: dict[str, str] = MODEL_OPS | HEAD_OPS | LOOP_OPS
+RANK_OPS = {
+    # of several ranks: the sum of what each has, in their order; rank 0's flag on all of them. Attributes num_ranks and
+    # terms, the type in which they travel
+    "sum_ranks": "x:act[T,D] -> y:act[T,D]",
+    "agree": "flag:int32[] -> agreed:int32[]",
+}
+
+SIGNATURES: dict[str, str] = MODEL_OPS | HEAD_OPS | LOOP_OPS | RANK_OPS
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ from pairs import assert_bit_equal, draw_params, fast, make_cpu, request_for
 
 from dlmrt.cpu import memory, programs
 from dlmrt.errors import DeviceError
+from dlmrt.program import store
 from dlmrt.testing import tiny_config
 
 PROMPT = np.arange(3, 24, dtype=np.int32)
@@ -66,7 +67,7 @@ def test_a_context_is_not_rounded_up_past_what_fits(long_config, limit, rng):
 
 
 def test_few_programs_are_kept_and_the_oldest_leaves(config, monkeypatch):
-    monkeypatch.setattr(programs, "MAX_PROGRAMS", 5)
+    monkeypatch.setattr(store, "MAX_PROGRAMS", 5)
     cpu = make_cpu(config, draw_params(config))
     expected = {}
     for length in (4, 8, 16, 24, 32, 4, 8):

@@ -40,6 +40,7 @@ class StandInDriver:
     values: dict[int, int] = field(default_factory=dict)  # of handles
     defaults: dict[int, int] = field(default_factory=dict)
     num_launches: int = 0
+    is_closed: bool = False
     fails: str = ""  # name of a function that reports an error
     _last: int = 100
 
@@ -186,12 +187,14 @@ class StandInDriver:
         return 0, graph
 
     def cuGraphExecDestroy(self, executable):
+        self.is_closed = True
         return (0,)
 
     def cuGraphDestroy(self, graph):
         return (0,)
 
     def cuGraphLaunch(self, executable, stream):
+        assert not self.is_closed
         self.num_launches += 1
         self.values = dict(self.defaults)
         self._run(executable)
@@ -229,3 +232,6 @@ class GraphRunner:
 
     def run(self):
         self.graph.launch(0)
+
+    def close(self):
+        self.graph.close()

@@ -19,6 +19,7 @@ from dlmrt.cuda.launches import FLAGS
 from dlmrt.cuda.lower import bounded, lower
 from dlmrt.cuda.programs import ProgramStore
 from dlmrt.cuda.weights import Packed
+from dlmrt.parallel.layout import Layout
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
 from dlmrt.program.loop import RULE_SCALARS, LoopOptions, record_loop, record_types
 from dlmrt.program.nodes import Kernel, While, walk
@@ -156,6 +157,42 @@ def test_a_layer_is_ten_launches():
     layer = ["matmul", "qk_norm_rope_store", "attention", "attention_merge", "matmul", "norm", "matmul", "gate",
              "matmul", "norm"]  # fmt: skip
     assert ops == ["embed", "norm", *layer, "shift", "matmul", "sum_rows"]
+
+
+def record_rank(record, config, *arguments, **sizes):
+    """A program of rank 1 of 2."""
+    layout = Layout(config, 1, 2)
+    program = record(layout.config, Formats(), *arguments, capacity=512, shard=layout.shard(terms="float32"), **sizes)
+    return lower(program, layout.config)
+
+
+def test_a_layer_of_a_rank_adds_up_with_the_skip_stream_and_the_norm_behind_it():
+    """Two meetings a layer and one before it; no kernel only adds or only norms."""
+    program = record_rank(record_canvas, SHIFTED, max_rows=4).program
+    kernels = [node for node in program.body if isinstance(node, Kernel)]
+    over_ranks = ["put_terms", "meet", "sum_terms"]
+    layer = ["matmul", "qk_norm_rope_store", "attention", "attention_merge", "matmul", *over_ranks, "matmul", "gate",
+             "matmul", *over_ranks]  # fmt: skip
+    assert [node.op for node in kernels] == ["embed", *over_ranks, *layer, "shift", "matmul", "sum_rows"]
+    sums = [node for node in kernels if node.op == "sum_terms"]
+    assert ["x" in node.inputs for node in sums] == [False, True, True]
+    assert all("weight" in node.inputs for node in sums)
+
+
+@pytest.mark.parametrize("options", [GREEDY, DRAWN, FILTERED])
+def test_a_loop_of_a_rank_asks_rank_0_wherever_it_may_end(options):
+    """Nothing but the meeting reads the host's flag; scratch is not shared while it lives."""
+    config = RESIDUAL if options.use_residual else SHIFTED
+    lowered_rank = record_rank(record_loop, config, options)
+    program = bounded(lowered_rank.program)
+    readers = [node for node in walk(program.body) if isinstance(node, Kernel) and any(
+        buffer.name == "cancel" for buffer in node.inputs.values())]  # fmt: skip
+    assert len(readers) == 4 and {node.op for node in readers} == {"meet"}
+    assert all(node.outputs["agreed"].name == "agreed_cancel" for node in readers)
+    assert_reads_see_own_writes(program, plan(program))
+    widest = -(-config.vocab_size // 2) if options.is_filtered else config.hidden_size
+    rows = 4 if options.is_filtered else 16  # of logits, of a chunk of the prompt
+    assert lowered_rank.part_bytes == 4 * rows * widest
 
 
 if __name__ == "__main__":

@@ -279,7 +279,7 @@ def run_head(logits_of, *, banned=(), temperature=1.0, cap=0.0, seed=5, tile=32)
     head.head_stats[(tiles, 1)](
         x, weight, torch.from_numpy(bits.view(np.int32)), scalar(temperature, torch.float32), scalar(seed, torch.int64),
         scalar(2), scalar(1), floats["max"], floats["sum"], floats["weighted"], ids["argmax"], floats["score"],
-        ids["sample"], floats["logit"], out["logits"], scalar(m), cap, M=m, V=vocab, K=width, BM=16, BN=tile, BK=16,
+        ids["sample"], floats["logit"], out["logits"], scalar(m), cap, 0, M=m, V=vocab, K=width, BM=16, BN=tile, BK=16,
         HAS_CAP=cap > 0, IS_SAMPLED=True, HAS_LOGITS=True, CDT=F32,
     )  # fmt: skip
     head.head_merge[(m,)](
@@ -316,6 +316,19 @@ def test_a_row_with_a_logit_that_is_not_finite_is_marked():
     x[1, 0] = float("inf")
     out = run_head((x, weight), banned=(7,))
     assert out["finite"].tolist() == [1, 0] and 0 <= int(out["token"][1]) < 40
+
+
+@pytest.mark.parametrize("value", [-np.inf, np.inf, np.nan])
+def test_a_logit_that_is_not_finite_counts_unless_its_id_is_banned(value):
+    """In the first tile and in the last one, whose ids do not fill it."""
+    x, weight = normal(2, 16).abs(), normal(40, 16, seed=1)
+    expected = run_head((x, weight), banned=(7, 39))
+    weight[7, 3], weight[39, 3] = value, -value
+    banned = run_head((x, weight), banned=(7, 39))
+    for name in ("argmax", "token", "confidence", "entropy", "lse", "finite"):
+        assert torch.equal(banned[name], expected[name]), name
+    for others in ((7,), (39,), ()):
+        assert run_head((x, weight), banned=others)["finite"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(3, 1.0, 0.0), (0, 0.6, 0.0), (5, 0.5, 0.2), (0, 1.0, 0.3)])
@@ -552,7 +565,7 @@ def test_records_pass_the_ring_in_order_and_only_when_complete():
 
     def write():
         ring.pack_record[(3,)](device_ring.control, fields, 2, BYTES=4)
-        ring.publish[(1,)](device_ring.control, IS_DEVICE=False)
+        ring.publish[(1,)](device_ring.control, device_ring.control, HAS_RANKS=False, IS_DEVICE=False)
 
     write()
     assert int(device_ring.control[3]) == 0

@@ -37,7 +37,8 @@ from dlmrt.decode.loop import GivenDraws, StepEvent
 from dlmrt.decode.native import run_loop
 from dlmrt.errors import NonFiniteError
 
-pytestmark = pytest.mark.timeout(900)  # the interpreter is slow, and slower where it shares a machine
+# The interpreter is slow, and slower where it shares a machine.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("small_chunks")]
 
 PROMPT = np.arange(3, 9)
 FROM_0 = {"block_anchor": "position_zero", "context_attention": "block_causal"}
@@ -85,28 +86,6 @@ MATRIX = [
     if rule != "joint_threshold_indel" or CONFIGS[config].diffusion.delete_token_id is not None
 ] + SAMPLE  # fmt: skip
 SCENARIOS = MATRIX if os.environ.get("DLMRT_TEST_CUDA_MATRIX") == "all" else SAMPLE
-
-
-@pytest.fixture(autouse=True)
-def _small_chunks(monkeypatch):
-    """The interpreter visits every program of a grid, so grids are kept small."""
-    for module in (dlmrt.decode.loop, dlmrt.decode.native):
-        monkeypatch.setattr(module, "PREFILL_CHUNK", 4)
-    monkeypatch.setattr(dlmrt.program.denoiser, "MAX_ROWS", 4)
-
-
-@pytest.fixture
-def runners(monkeypatch):
-    """Loops run on the stand-in driver; the runners that were made, in order."""
-    made = []
-
-    def make(steps, **_):
-        is_loop = any(not hasattr(step, "grid") for step in steps)
-        made.append(GraphRunner(steps) if is_loop else Launches(steps))
-        return made[-1]
-
-    monkeypatch.setattr(programs, "make_runner", make)
-    return made
 
 
 def settings_of(rule, draw, *, max_tokens, max_steps):
@@ -164,6 +143,23 @@ def test_logits_that_are_not_finite_end_the_request_with_an_error_and_the_next_o
         fast(denoiser, request_for(config, prompt, **settings))
     embedding.values[250] = kept
     assert_same(fast(denoiser, sound), slow(make_eager(config, params), sound))
+
+
+@pytest.mark.parametrize("is_banned", [False, True])
+def test_one_logit_that_is_not_finite_is_judged_alike_by_both_loops(is_banned, runners):
+    """It fails the request; of a banned id it is nobody's."""
+    config = replace(small_config(), tie_word_embeddings=False)
+    params = draw_params(config)
+    params["lm_head.weight"][config.diffusion.mask_token_id if is_banned else 30, 3] = -np.inf
+    request = request_for(config, PROMPT[:4], max_tokens=4, temperature=0, threshold=0.3, max_denoising_steps=2)
+    both = ((slow, make_eager(config, params)), (fast, make_cuda(config, params)))
+    if is_banned:
+        expected, found = (run(denoiser, request) for run, denoiser in both)
+        assert_same(found, expected)
+        return
+    for run, denoiser in both:
+        with pytest.raises(NonFiniteError, match=r"block 0, step 0, slots \[0, 1, 2, 3\]"):
+            run(denoiser, request)
 
 
 def test_a_request_that_was_cancelled_before_its_first_forward_runs_none(runners):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pickle
 import sys
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from types import ModuleType, SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
-from dlmrt.errors import CheckpointError, DlmrtError, NonFiniteError, UsageError
+from dlmrt.errors import CheckpointError, DlmrtError, NonFiniteError, OutOfMemoryError, UsageError
 from dlmrt.parallel.group import Group
 from dlmrt.parallel.lead import LeadingDenoiser, obey
 from dlmrt.parallel.pulse import Pulse
@@ -49,7 +51,7 @@ class Part:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [UsageError("too long"), NonFiniteError("NaN")])
+@pytest.mark.parametrize("error", [UsageError("too long"), NonFiniteError("NaN"), OutOfMemoryError("too much")])
 def test_errors_that_every_rank_meets_end_the_call_alone(error):
     part, group = Part(error), Commands()
     obey(part, group)
@@ -68,50 +70,72 @@ def test_an_error_of_one_rank_alone_is_a_loss(error):
     assert group.loss == str(error)
 
 
-@pytest.mark.parametrize("error", [None, AttributeError("no rendezvous"), RuntimeError("no peer access. Really")])
-def test_ranks_sum_through_symmetric_memory_together_or_not_at_all(monkeypatch, caplog, error):
-    """Rank 1 of 3 may have none; nobody waits for a rank that goes another way."""
-
-    class SymmetricSum:
-        def __init__(self, device: int, larger: object, *, timeout_s: float) -> None:
-            if device == 1 and error is not None:
-                raise error
-
+def connected(monkeypatch, symmetric_peers: Callable[..., object]) -> list[SimpleNamespace]:
+    """Three groups that have connected their memory, which `symmetric_peers` maps for each."""
     module = ModuleType("dlmrt.cuda.comm")
-    module.SymmetricSum = SymmetricSum
+    module.symmetric_peers, module.SymmetricSum = symmetric_peers, lambda peers, larger: "sum"
     monkeypatch.setitem(sys.modules, "dlmrt.cuda.comm", module)
-    monkeypatch.setitem(sys.modules, "torch.distributed._symmetric_memory", ModuleType("symmetric"))
-    store, found = HashStore(), {}
-    pulses = [Pulse(store, rank, 3, limit_s=60) for rank in range(3)]
-
-    def connect(rank: int) -> None:
-        group = SimpleNamespace(
-            device=rank, _gathered_sum=None, _timeout=timedelta(seconds=60), pulse=pulses[rank],
-            _all_can=lambda what, problem: Group._all_can(group, what, problem),
-        )  # fmt: skip
-        found[rank] = Group._symmetric_sum(group)
-
-    threads = [threading.Thread(target=connect, args=(rank,)) for rank in range(3)]
+    store = HashStore()
+    groups = [
+        SimpleNamespace(
+            rank=rank, device=rank, peers=None, _symmetric=None, _gathered_sum=None, _timeout=timedelta(seconds=60),
+            pulse=Pulse(store, rank, 3, limit_s=60), _num_agreements=0, guarded=lambda kind: nullcontext(),
+        )
+        for rank in range(3)
+    ]  # fmt: skip
+    for group in groups:
+        for name in ("agree", "_import_memory", "_map_memory"):
+            setattr(group, name, Group.__dict__[name].__get__(group))
+    threads = [threading.Thread(target=Group._connect_memory, args=(group,)) for group in groups]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(timeout=60)
-    for pulse in pulses:
-        pulse.close()
-    assert [found[rank] is None for rank in range(3)] == [error is not None] * 3
+    for group in groups:
+        group.pulse.close()
+    return groups
+
+
+@pytest.mark.parametrize("error", [None, AttributeError("no rendezvous"), RuntimeError("no peer access. Really")])
+def test_ranks_sum_through_symmetric_memory_together_or_not_at_all(monkeypatch, caplog, error):
+    """Rank 1 of 3 may have none; nobody waits for a rank that goes another way."""
+
+    def symmetric_peers(device: int, agree: object, *, timeout_s: float) -> str:
+        if device == 1 and error is not None:
+            raise error
+        return "peers"
+
+    groups = connected(monkeypatch, symmetric_peers)
+    wanted = ("peers", "sum") if error is None else (None, None)
+    assert [(group.peers, group._symmetric) for group in groups] == [wanted] * 3
     if error is not None:
-        problem = str(error).partition(". ")[0]
-        assert f"rank 1 cannot map symmetric memory ({problem}): sums go through nccl" in caplog.text
+        cause = str(error).partition(". ")[0]
+        assert f"(cannot map it; rank 1: {cause}): sums go through nccl" in caplog.text
+
+
+def test_a_rank_that_cannot_allocate_keeps_all_from_the_rendezvous(monkeypatch, caplog):
+    """Which all must enter together: they agree before it, and all have the reason of the one that has no room."""
+    entered = []
+
+    def symmetric_peers(device: int, agree: Callable[[str], str], *, timeout_s: float) -> None:
+        if reason := agree("rank 1 has no 8 bytes" if device == 1 else ""):
+            raise OutOfMemoryError(reason)
+        entered.append(device)
+
+    groups = connected(monkeypatch, symmetric_peers)
+    assert not entered and [group.peers for group in groups] == [None] * 3
+    assert caplog.text.count("(cannot map it; rank 1 has no 8 bytes): sums go through nccl") == 3
 
 
 def test_a_rank_without_the_package_keeps_all_from_it(monkeypatch):
     """What is missing on one rank shows before the others wait in a rendezvous."""
-    monkeypatch.setitem(sys.modules, "dlmrt.cuda.comm", None)
     asked = []
 
-    def all_can(what: str, problem: str) -> bool:
-        asked.append((what, bool(problem)))
-        return False
+    def agree(reason: str) -> str:
+        asked.append(reason)
+        return reason
 
-    assert Group._symmetric_sum(SimpleNamespace(_all_can=all_can)) is None
-    assert asked == [("import symmetric memory", True)]
+    group = SimpleNamespace(rank=1, agree=agree, _import_memory=Group._import_memory, _map_memory=None)
+    monkeypatch.setitem(sys.modules, "dlmrt.cuda.comm", None)
+    Group._connect_memory(group)
+    assert group.peers is None and [reason.partition(":")[0] for reason in asked] == ["rank 1"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dlmrt.models.config import ResidualConfig, load_config, parse_config
+from dlmrt.parallel.layout import Layout
 from dlmrt.program.forwards import Formats, record_canvas, record_extend
 from dlmrt.program.loop import LoopOptions, record_loop, record_types
 from dlmrt.program.show import show
@@ -36,6 +37,7 @@ def listings():
     return {
         "loop_sub_blocks_shift.txt": record_loop(shifted, Formats(), sub_blocks, capacity=256),
         "loop_joint_threshold_indel.txt": record_loop(edited, Formats(), indel, capacity=256),
+        "canvas_of_rank_1_of_2.txt": record_rank(two_layers_of_llada2()),
         "extend.txt": record_extend(config, Formats(), capacity=256, max_rows=512),
         "canvas.txt": record_canvas(config, Formats(), capacity=256, max_rows=8),
         "loop_threshold_residual.txt": record_loop(config, Formats(), greedy, capacity=256),
@@ -43,6 +45,13 @@ def listings():
         "canvas_llada2.txt": record_canvas(two_layers_of_llada2(), Formats(), capacity=256, max_rows=8),
         "canvas_diffusion_gemma.txt": record_canvas(two_layers_of_gemma(), Formats(), capacity=256, max_rows=16),
     }
+
+
+def record_rank(config):
+    """A canvas with the part of rank 1 of 2."""
+    layout = Layout(config, 1, 2)
+    shard = layout.shard(terms="bfloat16")
+    return record_canvas(layout.config, Formats(), capacity=256, max_rows=8, shard=shard)
 
 
 def two_layers_of_llada2():

@@ -5,9 +5,12 @@ weighted sum, and with SAMPLE the best of logit plus Gumbel noise. `head_merge` 
 written only where a filter or a soft embedding reads them. Order of operations as in dlmrt.decode.sampling: cap,
 temperature, then banned ids at minus infinity; ties go to the lower id.
 
-A row with a logit that is not finite gets a sum that is NaN, which `head_merge` reports.
+A row with a logit that is not finite, of an id that is not banned, gets a sum that is NaN, which `head_merge` reports.
 
-Legend: M rows at most, V vocabulary, K width, T tiles of the vocabulary (TP the power of two from T on).
+Where ranks share the vocabulary, V is what this one has of it and ids begin at `first`. `put_statistics` joins the
+tiles of this rank, and `merge_ranks` joins what the ranks have put as `head_merge` joins tiles.
+
+Legend: M rows at most, V vocabulary, K width, T tiles of the vocabulary (TP the power of two from T on), P ranks (PP).
 
 Source: ours; the noise is that of dlmrt.ops.numerics.gumbel, bit-equal words and float32 logarithms.
 """
@@ -17,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.comm import is_met, own_part, part_behind
 from dlmrt.cuda.kernels.condition import hand_over
 
 LARGEST_ID = tl.constexpr(2147483647)
@@ -56,31 +60,37 @@ def sample_words(seed, first_id, step, block, slots, BN: tl.constexpr, BM: tl.co
 @triton.jit
 def head_stats(
     x, weight, banned, temperature, seed, step, block_idx, tile_max, tile_sum, tile_weighted, tile_argmax, tile_score,
-    tile_sample, tile_sample_logit, logits, rows, cap, M: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
+    tile_sample, tile_sample_logit, logits, rows, cap, first, M: tl.constexpr, V: tl.constexpr, K: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, HAS_CAP: tl.constexpr, IS_SAMPLED: tl.constexpr,
     HAS_LOGITS: tl.constexpr, CDT: tl.constexpr,
 ):  # fmt: skip
-    """Statistics [T, M] of one tile of the vocabulary. Grid: T, tiles of rows."""
+    """Statistics [T, M] of one tile of the vocabulary. Grid: T, tiles of rows.
+
+    Tiles begin at a multiple of 4, where words of noise do: the first one at `first` less its remainder.
+    """
     num_rows = tl.load(rows)
     if tl.program_id(1) * BM >= num_rows:
         return
     tile = tl.program_id(0)
-    n = tile * BN + tl.arange(0, BN)
+    begin_id = first - first % 4 + tile * BN
+    ids = begin_id + tl.arange(0, BN)
+    n = ids - first  # row of the weight
+    is_known = (n >= 0) & (n < V)
     m = tl.program_id(1) * BM + tl.arange(0, BM)
     acc = tl.zeros((BN, BM), tl.float32)
     for begin in range(0, K, BK):
         k = begin + tl.arange(0, BK)
         w_tile = tl.load(
-            weight + n[:, None].to(tl.int64) * K + k[None, :], mask=(n[:, None] < V) & (k[None, :] < K), other=0.0
+            weight + n[:, None].to(tl.int64) * K + k[None, :], mask=is_known[:, None] & (k[None, :] < K), other=0.0
         )
         x_tile = tl.load(x + m[None, :] * K + k[:, None], mask=(m[None, :] < num_rows) & (k[:, None] < K), other=0.0)
         acc = tl.dot(w_tile.to(CDT), x_tile.to(CDT), acc, input_precision="ieee")
     if HAS_CAP:
         acc = cap * (2.0 / (1.0 + tl.exp(acc * (-2.0 / cap))) - 1.0)
     acc = acc / tl.load(temperature)
-    is_id = (n < V)[:, None]
-    is_bad = tl.max((is_id & ~(tl.abs(acc) < float("inf"))).to(tl.int32), 0)
-    is_live = is_id & ~is_set(banned, n, n < V)[:, None]
+    is_id = is_known[:, None]
+    is_live = is_id & ~is_set(banned, ids, is_known)[:, None]
+    is_bad = tl.max((is_live & ~(tl.abs(acc) < float("inf"))).to(tl.int32), 0)
     acc = tl.where(is_live, acc, -float("inf"))
     is_row = m < num_rows
     if HAS_LOGITS:
@@ -92,16 +102,81 @@ def head_stats(
     tl.store(tile_max + at, peak, mask=is_row)
     tl.store(tile_sum + at, tl.where(is_bad != 0, float("nan"), tl.sum(share, 0)), mask=is_row)
     tl.store(tile_weighted + at, tl.sum(tl.where(share > 0, share * (acc - base[None, :]), 0.0), 0), mask=is_row)
-    tl.store(tile_argmax + at, tl.min(tl.where(acc == peak[None, :], n[:, None], LARGEST_ID), 0), mask=is_row)
+    tl.store(tile_argmax + at, tl.min(tl.where(acc == peak[None, :], ids[:, None], LARGEST_ID), 0), mask=is_row)
     if IS_SAMPLED:
-        words = sample_words(tl.load(seed), tile * BN, tl.load(step), tl.load(block_idx), m, BN, BM)
+        words = sample_words(tl.load(seed), begin_id, tl.load(step), tl.load(block_idx), m, BN, BM)
         score = acc + gumbel_of_words(words)
         best = tl.max(score, 0)
-        choice = tl.min(tl.where(score == best[None, :], n[:, None], LARGEST_ID), 0)
-        logit = tl.max(tl.where(n[:, None] == choice[None, :], acc, -float("inf")), 0)
+        choice = tl.min(tl.where(score == best[None, :], ids[:, None], LARGEST_ID), 0)
+        logit = tl.max(tl.where(ids[:, None] == choice[None, :], acc, -float("inf")), 0)
         tl.store(tile_score + at, best, mask=is_row)
         tl.store(tile_sample + at, choice, mask=is_row)
         tl.store(tile_sample_logit + at, logit, mask=is_row)
+
+
+@triton.jit
+def join_tiles(peaks, sums, weighted, ids):
+    """Greatest logit, sum, weighted sum and id of the tiles' vectors; where there is no tile, -inf, 0, 0 and no id."""
+    peak = tl.max(peaks, 0)
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    scale = tl.exp(peaks - base)
+    weighted = tl.sum(tl.where(scale > 0, scale * (weighted + (peaks - base) * sums), 0.0), 0)
+    return peak, tl.sum(sums * scale, 0), weighted, tl.min(tl.where(peaks == peak, ids, LARGEST_ID), 0)
+
+
+@triton.jit
+def join_draws(scores, samples, logits):
+    """Best score, its id and logit."""
+    top = tl.max(scores, 0)
+    sample = tl.min(tl.where(scores == top, samples, LARGEST_ID), 0)
+    return top, sample, tl.max(tl.where(samples == sample, logits, -float("inf")), 0)
+
+
+@triton.jit
+def store_prediction(
+    row, peak, total, weighted, best, sample, logit, is_drawn, argmax, argmax_confidence, token, confidence,
+    entropy, log_sum_exp, max_logit, is_finite_row, IS_SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """What is known of a row from its joined statistics."""
+    base = tl.where(peak == -float("inf"), 0.0, peak)
+    share = 1.0 / total
+    chosen, chosen_share = best, share
+    if IS_SAMPLED:
+        is_taken = tl.load(is_drawn + row) != 0
+        chosen = tl.where(is_taken, sample, best)
+        chosen_share = tl.where(is_taken, tl.exp(logit - base) * share, share)
+    is_finite = (total > 0) & (total < float("inf"))
+    # Ids of a row that cannot be used stay within the vocabulary.
+    tl.store(argmax + row, tl.where(is_finite, best, 0))
+    tl.store(argmax_confidence + row, share)
+    tl.store(token + row, tl.where(is_finite, chosen, 0))
+    tl.store(confidence + row, chosen_share)
+    tl.store(entropy + row, tl.maximum(tl.log(total) - weighted / total, 0.0))
+    tl.store(log_sum_exp + row, base + tl.log(total))
+    tl.store(max_logit + row, base)
+    tl.store(is_finite_row + row, is_finite.to(tl.uint8))
+
+
+@triton.jit
+def row_statistics(
+    row, tile_max, tile_sum, tile_weighted, tile_argmax, tile_score, tile_sample, tile_sample_logit, M: tl.constexpr,
+    T: tl.constexpr, TP: tl.constexpr, IS_SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """The seven statistics of a row, joined from its tiles; without IS_SAMPLED the last three stand for nothing."""
+    t = tl.arange(0, TP)
+    at = t * M + row
+    peaks = tl.load(tile_max + at, mask=t < T, other=-float("inf"))
+    sums = tl.load(tile_sum + at, mask=t < T, other=0.0)
+    weights = tl.load(tile_weighted + at, mask=t < T, other=0.0)
+    ids = tl.load(tile_argmax + at, mask=t < T, other=LARGEST_ID)
+    peak, total, weighted, best = join_tiles(peaks, sums, weights, ids)
+    top, sample, logit = peak, best, peak
+    if IS_SAMPLED:
+        scores = tl.load(tile_score + at, mask=t < T, other=-float("inf"))
+        samples = tl.load(tile_sample + at, mask=t < T, other=LARGEST_ID)
+        logits = tl.load(tile_sample_logit + at, mask=t < T, other=-float("inf"))
+        top, sample, logit = join_draws(scores, samples, logits)
+    return peak, total, weighted, best, top, sample, logit
 
 
 @triton.jit
@@ -114,39 +189,70 @@ def head_merge(
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
-    t = tl.arange(0, TP)
-    at = t * M + row
-    peaks = tl.load(tile_max + at, mask=t < T, other=-float("inf"))
-    peak = tl.max(peaks, 0)
-    base = tl.where(peak == -float("inf"), 0.0, peak)
-    scale = tl.exp(peaks - base)
-    sums = tl.load(tile_sum + at, mask=t < T, other=0.0)
-    total = tl.sum(sums * scale, 0)
-    weighted = tl.load(tile_weighted + at, mask=t < T, other=0.0)
-    weighted = tl.sum(tl.where(scale > 0, scale * (weighted + (peaks - base) * sums), 0.0), 0)
-    ids = tl.load(tile_argmax + at, mask=t < T, other=LARGEST_ID)
-    best = tl.min(tl.where(peaks == peak, ids, LARGEST_ID), 0)
-    share = 1.0 / total
-    chosen, chosen_share = best, share
+    peak, total, weighted, best, _, sample, logit = row_statistics(
+        row, tile_max, tile_sum, tile_weighted, tile_argmax, tile_score, tile_sample, tile_sample_logit, M, T, TP,
+        IS_SAMPLED,
+    )  # fmt: skip
+    store_prediction(
+        row, peak, total, weighted, best, sample, logit, is_drawn, argmax, argmax_confidence, token, confidence,
+        entropy, log_sum_exp, max_logit, is_finite_row, IS_SAMPLED,
+    )  # fmt: skip
+
+
+@triton.jit
+def put_statistics(
+    ranks, tile_max, tile_sum, tile_weighted, tile_argmax, tile_score, tile_sample, tile_sample_logit, rows,
+    M: tl.constexpr, T: tl.constexpr, TP: tl.constexpr, P: tl.constexpr, IS_SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """What this rank knows of a row goes where the others read it: seven words each [7, M]. Grid: rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    peak, total, weighted, best, top, sample, logit = row_statistics(
+        row, tile_max, tile_sum, tile_weighted, tile_argmax, tile_score, tile_sample, tile_sample_logit, M, T, TP,
+        IS_SAMPLED,
+    )  # fmt: skip
+    numbers = own_part(ranks, P).to(tl.pointer_type(tl.float32)) + row
+    ids = own_part(ranks, P).to(tl.pointer_type(tl.int32)) + row
+    tl.store(numbers, peak)
+    tl.store(numbers + M, total)
+    tl.store(numbers + 2 * M, weighted)
+    tl.store(numbers + 3 * M, top)
+    tl.store(numbers + 4 * M, logit)
+    tl.store(ids + 5 * M, best)
+    tl.store(ids + 6 * M, sample)
+
+
+@triton.jit
+def merge_ranks(
+    ranks, is_drawn, argmax, argmax_confidence, token, confidence, entropy, log_sum_exp, max_logit, is_finite_row, rows,
+    M: tl.constexpr, P: tl.constexpr, PP: tl.constexpr, IS_SAMPLED: tl.constexpr,
+):  # fmt: skip
+    """One row from what the ranks have put; where one did not come, no row can be used. Grid: rows."""
+    row = tl.program_id(0)
+    if row >= tl.load(rows):
+        return
+    p = tl.arange(0, PP)
+    parts = part_behind(ranks, tl.minimum(p, P - 1), P)
+    numbers, ids = parts.to(tl.pointer_type(tl.float32)) + row, parts.to(tl.pointer_type(tl.int32)) + row
+    is_rank = is_met(ranks) & (p < P)
+    peaks = tl.load(numbers, mask=is_rank, other=-float("inf"))
+    sums = tl.load(numbers + M, mask=is_rank, other=0.0)
+    weights = tl.load(numbers + 2 * M, mask=is_rank, other=0.0)
+    peak, total, weighted, best = join_tiles(
+        peaks, sums, weights, tl.load(ids + 5 * M, mask=is_rank, other=LARGEST_ID)
+    )  # fmt: skip
+    sample, logit = best, peak
     if IS_SAMPLED:
-        scores = tl.load(tile_score + at, mask=t < T, other=-float("inf"))
-        top = tl.max(scores, 0)
-        samples = tl.load(tile_sample + at, mask=t < T, other=LARGEST_ID)
-        sample = tl.min(tl.where(scores == top, samples, LARGEST_ID), 0)
-        sample_logits = tl.load(tile_sample_logit + at, mask=t < T, other=-float("inf"))
-        logit = tl.max(tl.where(samples == sample, sample_logits, -float("inf")), 0)
-        if tl.load(is_drawn + row) != 0:
-            chosen, chosen_share = sample, tl.exp(logit - base) * share
-    is_finite = (total > 0) & (total < float("inf"))
-    # Ids of a row that cannot be used stay within the vocabulary.
-    tl.store(argmax + row, tl.where(is_finite, best, 0))
-    tl.store(argmax_confidence + row, share)
-    tl.store(token + row, tl.where(is_finite, chosen, 0))
-    tl.store(confidence + row, chosen_share)
-    tl.store(entropy + row, tl.maximum(tl.log(total) - weighted / total, 0.0))
-    tl.store(log_sum_exp + row, base + tl.log(total))
-    tl.store(max_logit + row, base)
-    tl.store(is_finite_row + row, is_finite.to(tl.uint8))
+        _, sample, logit = join_draws(
+            tl.load(numbers + 3 * M, mask=is_rank, other=-float("inf")),
+            tl.load(ids + 6 * M, mask=is_rank, other=LARGEST_ID),
+            tl.load(numbers + 4 * M, mask=is_rank, other=-float("inf")),
+        )  # fmt: skip
+    store_prediction(
+        row, peak, total, weighted, best, sample, logit, is_drawn, argmax, argmax_confidence, token,
+        confidence, entropy, log_sum_exp, max_logit, is_finite_row, IS_SAMPLED,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["handle"])

@@ -128,13 +128,13 @@ def route_softmax(
 
 
 @triton.jit
-def list_rows(experts, lists, counts, rows, M: tl.constexpr, K: tl.constexpr, BE: tl.constexpr):
-    """lists int32 [E, M]: the entries row * K + k that chose an expert, in order; counts [E]. Grid: E."""
+def list_rows(experts, lists, counts, rows, first, M: tl.constexpr, K: tl.constexpr, BE: tl.constexpr):
+    """lists int32 [E, M]: the entries row * K + k that chose expert `first` + e, in order; counts [E]. Grid: E."""
     expert, num_entries = tl.program_id(0), tl.load(rows) * K
     count = tl.zeros((1,), tl.int32)
     for begin in range(0, num_entries, BE):
         entry = begin + tl.arange(0, BE)
-        is_mine = tl.load(experts + entry, mask=entry < num_entries, other=-1) == expert
+        is_mine = tl.load(experts + entry, mask=entry < num_entries, other=-1) == first + expert
         rank = count + tl.cumsum(is_mine.to(tl.int32), 0) - 1
         tl.store(lists + expert * M + rank, entry, mask=is_mine)
         count += tl.sum(is_mine.to(tl.int32), 0)
@@ -176,14 +176,21 @@ def matmul_experts(
 
 
 @triton.jit
-def sum_experts(part, weights, y, rows, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr):
-    """y[m] = sum over k of weights[m, k] part[m * K + k], in this order. Grid: rows, tiles of D."""
+def sum_experts(
+    part, weights, experts, y, rows, first, E: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, K: tl.constexpr
+):
+    """y[m] = sum over k of weights[m, k] part[m * K + k], in this order. Grid: rows, tiles of D.
+
+    Only over those whose expert is one of `first` .. `first` + E - 1.
+    """
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
     d = tl.program_id(1) * BD + tl.arange(0, BD)
     total = tl.zeros((BD,), tl.float32)
     for k in tl.static_range(K):
-        values = tl.load(part + (row * K + k).to(tl.int64) * D + d, mask=d < D, other=0.0)
+        expert = tl.load(experts + row * K + k) - first
+        is_mine = (expert >= 0) & (expert < E)
+        values = tl.load(part + (row * K + k).to(tl.int64) * D + d, mask=is_mine & (d < D), other=0.0)
         total += tl.load(weights + row * K + k) * values
     tl.store(y + row.to(tl.int64) * D + d, total, mask=d < D)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlmrt.cuda.kernels.comm import is_met
+
 HEADER = 16  # bytes before a record
 _HEADER = tl.constexpr(HEADER)
 
@@ -40,9 +42,11 @@ def pack_record(control, fields, kind, BYTES: tl.constexpr):
 
 
 @triton.jit
-def publish(control, IS_DEVICE: tl.constexpr):
-    """Make the packed record visible. Grid: 1."""
+def publish(control, ranks, HAS_RANKS: tl.constexpr, IS_DEVICE: tl.constexpr):
+    """Make the packed record visible, unless one of several ranks did not come. Grid: 1."""
     slots = tl.load(control + 1)
+    if HAS_RANKS:
+        slots = tl.where(is_met(ranks), slots, 0)
     if slots == 0:
         return
     number = tl.load(control + 3)

@@ -58,14 +58,18 @@ def store_operand(operand, values, row, first, M: tl.constexpr, D: tl.constexpr,
 
 
 @triton.jit
-def embed(table, ids, x, rows, scale, D: tl.constexpr, DP: tl.constexpr):
-    """x[m] = table[ids[m]] * scale; `scale` is rounded to the table's type first. Grid: rows."""
+def embed(table, ids, x, rows, scale, first, V: tl.constexpr, D: tl.constexpr, DP: tl.constexpr):
+    """x[m] = table[ids[m]] * scale; `scale` is rounded to the table's type first. Grid: rows.
+
+    The table holds ids first .. first + V - 1; rows of others are 0.
+    """
     row = tl.program_id(0)
     if row >= tl.load(rows):
         return
     d = tl.arange(0, DP)
-    token = tl.load(ids + row).to(tl.int64)
-    values = tl.load(table + token * D + d, mask=d < D, other=0.0).to(tl.float32)
+    token = tl.load(ids + row).to(tl.int64) - first
+    is_here = (token >= 0) & (token < V)
+    values = tl.load(table + token * D + d, mask=is_here & (d < D), other=0.0).to(tl.float32)
     tl.store(x + row * D + d, values * scale, mask=d < D)
 
 
