@@ -1,7 +1,7 @@
 """Put a trained checkpoint into the package: weights in bf16, decode defaults, and a card made of measured numbers.
 
-    python scripts/ship.py runs/tiny_mask/model dlmrt-tiny --recipe recipes/tiny_mask.toml \
-        --report benchmarks/results/tiny_mask.json --set commit_rule=threshold --set threshold=0.9
+    python scripts/ship.py runs/tiny_mask_orl/model dlmrt-tiny --recipe recipes/tiny_mask_orl.toml \
+        --report benchmarks/results/tiny_mask_orl.json --set commit_rule=threshold --set threshold=0.99
 
 Refuses a folder of more than 25 MB: the package must stay light.
 """
@@ -18,10 +18,12 @@ from dlmrt.checkpoint.load import load_params, open_checkpoint
 from dlmrt.checkpoint.save import save_checkpoint
 from orl.card import model_card
 from orl.evaluate import Setting
-from orl.recipe import PretrainRecipe, load_recipe
+from orl.recipe import PretrainRecipe, load_recipe, read_toml
+from orl.train_recipe import TrainRecipe
 
 EMBEDDED = Path(dlmrt.__file__).parent / "embedded"
 MAX_BYTES = 25_000_000
+HELD_OUT = "Prompts whose text hashes into the held-out share never enter training."
 LIMITS = (
     "It knows the listed tasks in the wording of `orl tasks --show 3`, and nothing else: no chat, no knowledge.",
     "Numbers are small whole numbers of the size seen in the tasks; larger ones are answered wrongly and confidently.",
@@ -40,7 +42,6 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--set", action="append", default=[], help="decode default, key=value")
     options = parser.parse_args(arguments)
     checkpoint = open_checkpoint(options.model)
-    recipe = load_recipe(options.recipe, PretrainRecipe)
     defaults = {"max_tokens": 256, **Setting.parse(",".join(options.set)).options}
     eos = list(checkpoint.config.eos_token_ids)
     target = EMBEDDED / options.name
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> None:
         options.name,
         [json.loads(path.read_text(encoding="utf-8")) for path in options.report],
         summary=_summary(checkpoint.config, load_params(checkpoint)),
-        training=_training(recipe, options.recipe),
+        training=f"{_training(options.recipe)} {HELD_OUT}",
         limits=LIMITS,
     )
     (target / "README.md").unlink(missing_ok=True)
@@ -75,14 +76,26 @@ def _summary(config: dlmrt.models.config.ModelConfig, params: dict) -> str:
     )
 
 
-def _training(recipe: PretrainRecipe, path: Path) -> str:
+def _training(path: Path) -> str:
+    if "rollout" in read_toml(path):
+        return _updates(load_recipe(path, TrainRecipe), path)
+    recipe = load_recipe(path, PretrainRecipe)
     section = recipe.optim
     start = f", converted from the checkpoint of `{recipe.run.init}`" if recipe.run.init else ""
     return (
         f"`orl pretrain {path}`: objective `{recipe.objective.kind}`{start}; {section.steps} steps of "
         f"{section.bins_per_step} packed rows of {recipe.data.pack_tokens} tokens, Muon and AdamW, on verifiable tasks "
-        "of reasoning-gym and generated Python functions. Prompts whose text hashes into the held-out share never "
-        "enter training."
+        "of reasoning-gym and generated Python functions."
+    )
+
+
+def _updates(recipe: TrainRecipe, path: Path) -> str:
+    prompts, rollout = recipe.prompts, recipe.rollout
+    return (
+        f"`orl train {path}`: On-Policy Residual Learning from the checkpoint of `{recipe.run.init}`; "
+        f"{recipe.optim.updates} updates, each from the verified ones of {prompts.per_update} x {rollout.responses} "
+        f"answers of the model itself ({rollout.setting}), on verifiable tasks of reasoning-gym and generated Python "
+        "functions."
     )
 
 
