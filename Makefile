@@ -74,6 +74,7 @@ sanitize:
 
 train: setup
 	for recipe in $(RECIPES); do $(BIN)/orl pretrain recipes/$$recipe.toml || exit; done
+	$(BIN)/orl train recipes/tiny_mask_orl.toml
 
 docs: setup
 	$(BIN)/python scripts/write_docs.py

@@ -328,3 +328,5 @@ def test_shipped_recipe_is_valid():
     recipe = load_recipe(path, TrainRecipe)
     assert (path.parents[1] / recipe.run.init / "model.safetensors").exists()
     assert load_recipe(path, TrainRecipe, ["rollout.source=gold"]).rollout.source == "gold"
+    of_shipped = load_recipe(path.with_name("tiny_mask_orl.toml"), TrainRecipe)
+    assert of_shipped.run.init == "runs/tiny_mask/model"  # what recipes/tiny_mask.toml makes
