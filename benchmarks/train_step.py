@@ -23,6 +23,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,7 @@ from orl.packing import CLEAN, PAD, Share
 from orl.recipe import DataSection
 from orl.replay import ReplayBatch, ReplayResponse, packed_logits, replay_response, residual_inputs, state_weights
 from orl.rollout import RolloutPool, RolloutRequest
+from orl.tasks.types import Problem
 from orl.train_recipe import LossSection
 
 EVERYTHING = 64  # residuals a block, more than a block has steps
@@ -147,11 +149,19 @@ class Step:
         return loss, float(norm), seconds
 
 
+def with_examples(mixture: Mixture, number: int, num_shots: int) -> Problem:
+    """A problem behind `num_shots` solved ones: prompts as long as real ones are."""
+    problem = mixture.problem(number, 0)
+    shots = [mixture.problem(number * (num_shots + 1) + i, 0) for i in range(1, num_shots + 1)]
+    text = "".join(f"{shot.prompt}\n{shot.response}\n\n" for shot in shots)
+    return replace(problem, prompt=text + problem.prompt)
+
+
 def roll_out(options: argparse.Namespace, per_block: int) -> tuple[list[ReplayResponse], float]:
     """All answers with `per_block` residuals a block, and the seconds it took."""
     mixture = Mixture.of(DataSection(tasks=tuple(options.task)))
     requests = [
-        RolloutRequest(problem=mixture.problem(number, 0), number=number, response_idx=r)
+        RolloutRequest(problem=with_examples(mixture, number, options.shots), number=number, response_idx=r)
         for number in range(1_000_000, 1_000_000 + options.prompts)
         for r in range(options.responses)
     ]
@@ -232,6 +242,7 @@ def main() -> None:
     parser.add_argument("--model", default="dlmrt-tiny")
     parser.add_argument("--task", action="append", default=None, help="may be repeated; default: chain_sum")
     parser.add_argument("--prompts", type=int, default=2)
+    parser.add_argument("--shots", type=int, default=0, help="solved problems before each prompt")
     parser.add_argument("--responses", type=int, default=16)
     parser.add_argument("--per-block", type=int, default=4, help="residuals kept a block")
     parser.add_argument("--setting", default="threshold=0.9,temperature=1")
