@@ -5,7 +5,7 @@ from collections.abc import Mapping
 HEAD_TILE: int
 ROW_GROUP: int
 GUMBEL_KEY_BYTES: int
-IS_CHECKED: bool  # operands are verified before every operation
+IS_CHECKED: bool  # operands are verified before every operation or span of them
 
 def default_num_threads() -> int: ...
 def runnable_instruction_sets() -> list[str]: ...

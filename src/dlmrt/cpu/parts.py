@@ -265,8 +265,8 @@ class Parts:
         if rows is not None:
             attributes["max_rows" if count else "rows"] = maximum(rows)
         span = None
-        is_head = op == "linear" and inputs["weight"].num_bytes > SPAN_BYTES
-        if op in _ROW_OPS and rows is not None and self._spans(rows) and not is_head:
+        is_large = op in ("linear", "gated_linear") and inputs["weight"].num_bytes > SPAN_BYTES  # a head, an adapter
+        if op in _ROW_OPS and rows is not None and self._spans(rows) and not is_large:
             before = self._nodes[-1] if self._nodes else None
             if isinstance(before, Kernel) and before.span is not None and before.attributes["rows"] == rows:
                 span = before.span

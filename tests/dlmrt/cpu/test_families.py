@@ -206,6 +206,18 @@ def test_native_loop_with_self_conditioning_equals_the_readable_one(oracle, rng)
         assert_same(slow(eager, request), fast(cpu, request), rtol=1e-3)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("llada2", "int8"), ("gemma", "bfloat16"), ("gemma_plain", "int8")])
+def test_threads_that_share_rows_give_the_same_bytes(configs, name, dtype, rng):
+    """Of the layers, what is no mixture of experts; windows, gelu and values from keys included."""
+    config = configs[name]
+    config = dataclasses.replace(config, diffusion=dataclasses.replace(config.diffusion, canvas_length=32))
+    params = draw_params(config)
+    one, two = (make_cpu(config, params, dtype=dtype, num_threads=count) for count in (1, 2))
+    request = request_for(config, draw_ids(rng, 21), max_tokens=70, max_denoising_steps=5)
+    for _ in range(2):
+        assert_bit_equal(fast(one, request), fast(two, request))
+
+
 @pytest.mark.parametrize("name", ["llada2", "gemma"])
 def test_a_request_does_not_see_the_one_before(configs, name, rng):
     """K05: the second, shorter request gives the bytes of a fresh engine."""

@@ -118,6 +118,7 @@ def spans_of(program):
 
 def test_threads_go_through_all_layers_without_waiting_but_for_attention():
     program = spanned(SHIFTED, 2)
+    assert " span 0\n" in show(program) and " span 0, waits\n" in show(program)
     assert_reads_see_own_writes(program, plan(program))
     spans = spans_of(program)
     num_layers = [sum(node.op == "attention" for node in nodes) for nodes in spans]
@@ -148,9 +149,9 @@ def bodies(body):
     ("config", "num_threads", "canvas"),
     [
         (SHIFTED, 1, 32),
-        (SHIFTED, 3, 32),
+        (SHIFTED, 3, 64),
         (SHIFTED, 4, 32),
-        (SHIFTED, 2, 24),
+        (SHIFTED, 2, 40),
         (tiny_config(intermediate_size=50_000), 2, 32),
     ],
     ids=["one thread", "uneven", "few rows", "rows that share a group", "large layer"],

@@ -36,6 +36,7 @@ CONFIGS = {
     "sub_blocks_shift": lambda: tiny_config(diffusion=GRID | {"logit_shift": 1}),
     "edits": lambda: tiny_config(diffusion=GRID | {"delete_token_id": 5, "split_token_id": 6}),
     "given": lambda: tiny_config(diffusion={"noise": "uniform"}),
+    "spanned": lambda: tiny_config(diffusion={"canvas_length": 32}),
     "llada2": two_layers_of_llada2,
     "gemma": two_layers_of_gemma,
 }
@@ -50,6 +51,7 @@ ASKED = {
         "max_post_edit_steps": 9,
     },
     "given": {"commit_rule": "entropy_bound", "max_denoising_steps": 4, "temperature": 0.9},
+    "spanned": {"threshold": 0.02},
     "llada2": {"threshold": 0.02, "edit_threshold": 0.5},
     "gemma": {"max_denoising_steps": 4},
 }
@@ -122,7 +124,7 @@ class Subject:
         module = SimpleNamespace(**vars(native) | {"Runner": lambda pool, isa: Recorder(native, pool, isa)})
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(programs, "_native", module)
-            self.cpu = make_cpu(self.config, params)
+            self.cpu = make_cpu(self.config, params, num_threads=2 if name == "spanned" else 1)
             self.request = asked(name, self.config)
             self.events = fast(self.cpu, self.request)
         plain = make_cpu(self.config, params)

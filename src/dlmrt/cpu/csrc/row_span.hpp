@@ -32,11 +32,6 @@ class RowSpan : public Op {
       }
     });
   }
-  int64_t worker_bytes() const override {
-    int64_t most = 0;
-    for (const Step& step : steps_) most = step.op->worker_bytes() > most ? step.op->worker_bytes() : most;
-    return most;
-  }
 
  private:
   struct Step {
