@@ -61,7 +61,10 @@ SCENARIOS = SAMPLE + REST if os.environ.get("DLMRT_TEST_CUDA_MATRIX") == "all" e
 
 def odd(config, size):
     """`config` with sizes that `size` does not divide, but enough heads."""
-    return replace(config, vocab_size=ODD, num_heads=size + 1, num_kv_heads=1, intermediate_size=37)
+    sliding = config.sliding and replace(config.sliding, full_num_kv_heads=size + 1)
+    return replace(
+        config, vocab_size=ODD, num_heads=size + 1, num_kv_heads=1, intermediate_size=37, sliding=sliding
+    )  # fmt: skip
 
 
 @pytest.fixture
