@@ -402,6 +402,7 @@ def _all_finite(b: Bound) -> Launch:
 def _filtered_draw(b: Bound) -> Launch:
     vocab = b.size("logits", 1)
     names = [name for name in b.buffers if name != "rows"]
+    # Twice as many ids at a time would not fit the registers of sm_100.
     return b.launch(
         head.filtered_draw, (b.size("logits", 0),), **{name: b.place(name) for name in names}, rows=b.place("rows"),
         V=vocab, BV=min(2048, max(16, tiles.power_of_two(vocab))), num_warps=8,
