@@ -12,8 +12,11 @@ Source: ours; the byte-to-character table is GPT-2's, as `tokenizers` expects it
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import random
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -180,6 +183,15 @@ def scripted_engine(
     config = config or tiny_config()
     denoiser = ScriptedDenoiser(script, vocab_size=config.vocab_size, has_residual=has_residual)
     return Engine(denoiser, config, byte_codec(), generation_defaults), denoiser
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that is free, and that the system gives to no outgoing connection before somebody listens."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def interpret_kernels() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dlmrt.models import qwen3
-from orl.precision import multiplies_bfloat16
+from orl.precision import ComputeType, is_bfloat16
 from orl.recipe import OptimSection
 from orl.shard import sharded_as, shared_out, whole
 from orl.train_recipe import UpdateSection
@@ -93,15 +93,22 @@ class Muon(torch.optim.Optimizer):
     """Momentum, then the nearest orthogonal matrix to it; steps have the size of AdamW's.
 
     As `torch.optim.Muon` (Nesterov momentum 0.95, `adjust_lr_fn="match_rms_adamw"`), whose iteration is always in
-    bfloat16: here it is in float32 where the hardware does not multiply bfloat16.
+    bfloat16: here it is in the type that the run's forwards compute in. In bfloat16 the last bits of a gradient, which
+    several processes add up in another order, decide directions whose singular values are small.
+
+    Args:
+        dtype: of the iteration; auto: bfloat16 where the hardware multiplies it, else float32.
 
     Source: K. Jordan's Muon; step size after arXiv 2502.16982, section 2.2.
     """
 
     MOMENTUM, COEFFICIENTS, ITERATIONS, EPS = 0.95, (3.4445, -4.775, 2.0315), 5, 1e-7
 
-    def __init__(self, params: Sequence[Tensor], *, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], *, lr: float, weight_decay: float, dtype: ComputeType = "auto"
+    ) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
@@ -125,7 +132,7 @@ class Muon(torch.optim.Optimizer):
         """Newton-Schulz iteration of fifth order towards the orthogonal factor; singular values end near 1."""
         a, b, c = self.COEFFICIENTS
         is_tall = matrix.shape[0] > matrix.shape[1]
-        x = matrix.bfloat16() if multiplies_bfloat16(str(matrix.device)) else matrix
+        x = matrix.bfloat16() if is_bfloat16(self.dtype, str(matrix.device)) else matrix
         x = x.T if is_tall else x
         x = x / x.norm().clamp(min=self.EPS)
         for _ in range(self.ITERATIONS):
@@ -139,12 +146,13 @@ class Optimizers(NamedOptimizers):
 
     Args:
         params: leaves that require gradients, by name.
+        dtype: that Muon computes in.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], section: OptimSection) -> None:
+    def __init__(self, params: Mapping[str, Tensor], section: OptimSection, *, dtype: ComputeType = "auto") -> None:
         matrices = [n for n, p in params.items() if p.ndim == 2 and n not in (qwen3.EMBEDDING, qwen3.HEAD)]
         rest = [n for n in params if n not in matrices]
-        muon = Muon([params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay)
+        muon = Muon([params[n] for n in matrices], lr=section.muon_lr, weight_decay=section.weight_decay, dtype=dtype)
         adamw = torch.optim.AdamW(
             [params[n] for n in rest], lr=section.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True
         )

@@ -139,7 +139,7 @@ class Run(FolderRun[PretrainRecipe]):
         elif recipe.run.init:
             load_init(params, self.config, recipe.run.init)
         self.params = ShardedParams({name: tensor.to(ranks.device) for name, tensor in params.items()})
-        self.optimizers = Optimizers(self.params.parameters(), recipe.optim)
+        self.optimizers = Optimizers(self.params.parameters(), recipe.optim, dtype=recipe.run.dtype)
         self.banned = torch.zeros(self.config.vocab_size, dtype=torch.bool, device=ranks.device)
         self.banned[torch.from_numpy(banned_ids(self.config, self.codec.known_ids)).long()] = True
         noise = noise_of(self.config, self.codec)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orl import optimizers, precision
+from orl import precision
 from orl.optimizers import Muon
 from orl.precision import autocast, is_bfloat16
 
@@ -29,15 +29,13 @@ def test_auto_is_what_the_hardware_multiplies_and_a_named_type_is_kept(
 def test_muon_in_bfloat16_is_torch_s(shape: tuple[int, int], seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
-    muon = Muon([ours], lr=0.02, weight_decay=0.1)
+    muon = Muon([ours], lr=0.02, weight_decay=0.1, dtype="bfloat16")
     reference = torch.optim.Muon([theirs], lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "multiplies_bfloat16", lambda device: True)
-        for _ in range(3):
-            ours.grad = torch.randn(shape, generator=rng)
-            theirs.grad = ours.grad.clone()
-            muon.step()
-            reference.step()
+    for _ in range(3):
+        ours.grad = torch.randn(shape, generator=rng)
+        theirs.grad = ours.grad.clone()
+        muon.step()
+        reference.step()
     assert torch.equal(ours, theirs)
 
 
@@ -47,9 +45,7 @@ def test_muon_in_float32_steps_towards_the_orthogonal_factor(shape: tuple[int, i
     gradient = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     p = torch.nn.Parameter(torch.zeros(shape))
     p.grad = gradient.clone()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(optimizers, "multiplies_bfloat16", lambda device: False)
-        Muon([p], lr=1.0, weight_decay=0.0).step()
+    Muon([p], lr=1.0, weight_decay=0.0, dtype="float32").step()
     u, s, v = torch.linalg.svd(gradient, full_matrices=False)
     step = -p.detach() / (0.2 * max(shape) ** 0.5)
     found = u.T @ step @ v.T  # diagonal: the iteration keeps singular vectors and moves every value to about 1

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +19,7 @@ from dlmrt.models import qwen3
 from dlmrt.models.config import MoeConfig, ResidualConfig
 from dlmrt.models.families import family_of
 from dlmrt.ops import eager as ops
-from dlmrt.testing import tiny_config
+from dlmrt.testing import free_port, tiny_config
 from orl.pretrain import pretrain
 from orl.ranks import TrainRanks, is_main_process, joined
 from orl.recipe import dump_recipe
@@ -95,12 +94,6 @@ def loss_of(params, config, seed: int) -> torch.Tensor:
     visible, family = torch.ones(8, 8, dtype=torch.bool), family_of(config)
     hidden = family.forward(ops, params, config, ids, torch.arange(8).expand(1, 8), ops.MaskedAttention(visible))
     return family.head(ops, params, config, hidden).log_softmax(-1)[..., 0].square().sum()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def two_processes(*arguments: object) -> list[str]:

@@ -23,6 +23,7 @@ from dlmrt.parallel.denoiser import ShardedDenoiser
 from dlmrt.parallel.group import Group
 from dlmrt.parallel.layout import Layout
 from dlmrt.parallel.lead import LeadingDenoiser, obey
+from dlmrt.parallel.pulse import BEAT_S
 from dlmrt.parallel.ranks import Ranks
 from dlmrt.serve.load import LoadConfig, load_engine, open_source
 from dlmrt.testing import tiny_config
@@ -181,6 +182,7 @@ def fails_in(part: ShardedDenoiser, number: int, how: str) -> None:
         calls.append(1)
         if len(calls) < number:
             return logits(*arguments)
+        time.sleep(3 * BEAT_S)  # until the others have heard what this rank is at
         if how == "raises":
             raise MemoryError("no memory for the fourth layer")
         if how == "hangs":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import traceback
 from pathlib import Path
@@ -18,15 +17,14 @@ sys.path[:0] = [str(HERE), str(HERE.parent / "cpu")]
 
 import cases  # noqa: E402  behind the path
 
+from dlmrt.testing import free_port  # noqa: E402
+
 
 def main() -> None:
     children = {}
     for job in sys.argv[1:]:
         size, name, *arguments = job.split(":")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ |= {"WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         for rank in range(int(size)):
             label = f"{name} {' '.join(arguments)}"[:20].strip() + f" {rank} of {size}: "
             reader, writer = os.pipe()
