@@ -135,3 +135,24 @@ def test_one_who_reports_is_not_taken_for_silent(pulses):
         quiet.append(made[1]._quiet[0])
     assert reports
     assert max(quiet) < 6  # 8 beats go by in a report
+
+
+def test_a_rank_is_known_before_its_second_beat(pulses, monkeypatch):
+    """One that dies in its first quarter of a second is named like any other."""
+    monkeypatch.setattr("dlmrt.parallel.pulse.BEAT_S", 3600.0)
+    first, _ = pulses(2)
+    until = time.monotonic() + 10
+    while not first.store.check(["pulse.1"]) and time.monotonic() < until:
+        time.sleep(0.01)
+    assert first.store.check(["pulse.1"])
+
+
+def test_silence_is_waited_for_where_beats_are_late(pulses):
+    """A beat of 0.55 s: the seconds in which silence would show are over before enough beats are."""
+    first, other = pulses(2, limit_s=1)
+    while 1 not in first._others:
+        time.sleep(0.01)
+    other._end.set()  # no last words
+    beat = first._beat
+    first._beat = lambda: (time.sleep(0.3), beat())
+    assert "rank 1 of 2 has not been heard of for" in first.report()
